@@ -1,15 +1,14 @@
 """The trainer's half: the batch, the policy with its fp32 head, the optimizer, and one update.
 
-By default extras/fast.py puts equal and faster parts in place of `Head` and, where the model allows
-it, of `plain_body` and `longest_first`; with --plain this file is what runs. Words and shapes as in
-objectives.py; V is the vocabulary, H the hidden width, N a number of response tokens.
+Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N a number of
+response tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from engine_adapter import Rollout
 from models import load_model
@@ -25,6 +23,8 @@ from models import load_model
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
+# logits (n, V), the restricted ones, all log-probabilities (n, V), targets (n,) -> (n,) by name
+Measure = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 Minibatches = list[list[Tensor]]  # by optimizer step and micro-batch: rows
 Pack = Callable[["Batch", Tensor, int], list[Tensor]]  # batch, rows, tokens -> micro-batches
 
@@ -77,7 +77,7 @@ class Batch:
                 return None
             return values[index] if values.ndim == 1 else values[index, :longest]
 
-        return Batch(**{each.name: pick(getattr(self, each.name)) for each in fields(self)})
+        return Batch(**{name: pick(values) for name, values in vars(self).items()})
 
     def minibatches(
         self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int,
@@ -102,13 +102,13 @@ class Batch:
 
         At most `micro_batch_tokens` positions, padding included, or one row that is longer.
         """
-        parts, start, longest = [], 0, 0
-        for end, length in enumerate(self.input_lengths[ordered].tolist()):
+        starts, longest = [], 0
+        for row, length in enumerate(self.input_lengths[ordered].tolist()):
             longest = max(longest, length)
-            if end > start and longest * (end - start + 1) > micro_batch_tokens:
-                parts.append(ordered[start:end])
-                start, longest = end, length
-        return [*parts, ordered[start:]] if len(ordered) else []
+            if not starts or longest * (row - starts[-1] + 1) > micro_batch_tokens:
+                starts.append(row)
+                longest = length
+        return list(ordered.tensor_split(starts)[1:])
 
     def mask_rows(self, keep: list[bool]) -> "Batch":
         """The batch with a loss on the rows to `keep` only.
@@ -122,11 +122,15 @@ class Batch:
 def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> Batch:
     """Shift once, pad once: position t of every (B, T) tensor is the prediction of token t + 1.
 
+    The prompt [5, 6] with the response [7, 2] is a row with the inputs [5, 6, 7], the targets
+    [6, 7, 2] and the mask [0, 1, 1].
+
     Shapes: B rollouts -> Batch with T = longest (prompt + response) - 1.
     """
-    assert all(len(each.logprobs) == len(each.token_ids) for each in rollouts)
-    prompt_lengths = torch.tensor([len(each.prompt_ids) for each in rollouts])
-    ends = torch.tensor([len(each.prompt_ids + each.token_ids) for each in rollouts])
+    assert all(len(rollout.logprobs) == len(rollout.token_ids) for rollout in rollouts)
+    sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+    prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
+    ends = torch.tensor([*map(len, sequences)])
     columns = torch.arange(int(ends.max()))
     real = columns < ends[:, None]  # (B, T + 1), the prompt and the response
     response = real & (columns >= prompt_lengths[:, None])  # (B, T + 1)
@@ -136,9 +140,9 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
         return torch.zeros(where.shape, dtype=dtype).masked_scatter(where, flat).to(device)
 
     # Padding has id 0, but any would do: no token attends to positions on its right.
-    ids = place((each.prompt_ids + each.token_ids for each in rollouts), real, torch.long)
-    logprobs = place((each.logprobs for each in rollouts), response, torch.float32)
-    trained = (each.trained or [True] * len(each.token_ids) for each in rollouts)
+    ids = place(sequences, real, torch.long)
+    logprobs = place((rollout.logprobs for rollout in rollouts), response, torch.float32)
+    trained = (rollout.trained or [True] * len(rollout.token_ids) for rollout in rollouts)
     mask = place(trained, response, torch.float32)[:, 1:]
     return Batch(
         inputs=ids[:, :-1],
@@ -162,9 +166,14 @@ def head_chunk(gpu_gib: float) -> int:
     return 2 ** min(28, max(25, fitting.bit_length() - 1))
 
 
+def no_restriction(logits: Tensor, chunk: slice) -> Tensor:
+    """The softmax is over the whole vocabulary."""
+    return logits
+
+
 @dataclass(frozen=True)
 class Head:
-    """The final projection: logits = scale * cap(hidden W^T + bias) / temperature.
+    """The final projection: logits = scale * cap(hidden W^T + bias).
 
     cap(z) = softcap * tanh(z / softcap), if the model has a soft cap. hidden W^T + bias is computed
     in `dtype`, the rest in fp32 and in the order of vLLM's sampler.
@@ -181,7 +190,7 @@ class Head:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> "Head":
+    def of(cls, model: torch.nn.Module, **options: Any) -> "Head":
         layer, config = model.get_output_embeddings(), model.config.get_text_config()
         gpu_gib = 0.0
         if layer.weight.is_cuda:
@@ -192,12 +201,7 @@ class Head:
         scale = (getattr(config, "logit_scale", None) or multiplier or 1.0) / (divisor or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         bias = getattr(layer, "bias", None)
-        return cls(layer.weight, bias, scale, softcap, head_chunk(gpu_gib))
-
-    def at(self, temperature: float, dtype: torch.dtype) -> "Head":
-        """With the weight in `dtype`: gradients of its chunks add up there."""
-        weight = self.weight.to(dtype)
-        return replace(self, weight=weight, temperature=temperature, dtype=dtype)
+        return cls(layer.weight, bias, scale, softcap, head_chunk(gpu_gib), **options)
 
     def chunks(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
@@ -205,14 +209,26 @@ class Head:
         return [slice(start, start + rows) for start in range(0, max(1, count), rows)]
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """In fp32 on a GPU with tensor cores if `right` has 16 bits, as vLLM's head.
+
+        They multiply 16-bit numbers exactly and add in fp32. `left` is rounded to 16 bits: nothing
+        changes for hidden states, and gradients of logits are rounded as in any 16-bit model.
+        """
+        if self.uses_tensor_cores(right):
+            return torch.mm(left.to(right.dtype), right, out_dtype=self.dtype)
         return left.to(self.dtype) @ right.to(self.dtype)
 
-    def scaled(self, logits: Tensor) -> Tensor:
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return logits / self.temperature
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """total += left @ right, in place; `total` is fp32."""
+        if right.dtype == torch.float32:
+            total.addmm_(left, right)
+        elif self.uses_tensor_cores(right):
+            torch.addmm(total, left.to(right.dtype), right, out_dtype=self.dtype, out=total)
+        else:
+            total += self.product(left, right)  # a temporary of total's size
+
+    def uses_tensor_cores(self, right: Tensor) -> bool:
+        return right.is_cuda and self.dtype == torch.float32 and right.dtype != torch.float32
 
     def affine(self, hidden: Tensor) -> Tensor:
         """hidden W^T + bias, computed in `dtype`, as fp32: (N, H) -> (N, V)."""
@@ -221,21 +237,85 @@ class Head:
             logits = logits + self.bias.to(self.dtype)
         return logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays
 
+    def scaled(self, logits: Tensor) -> Tensor:
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.scale == 1.0 else logits * self.scale
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N, V) in fp32."""
+        """(N, H) -> (N, V) in fp32, before the temperature."""
         return self.scaled(self.affine(hidden))
 
-    def logprobs(self, hidden: Tensor, targets: Tensor, restrict: Restriction) -> Tensor:
-        """log softmax(restrict(logits))[target]: (N, H), (N,) -> (N,). Units: nats.
+    def score(
+        self, hidden: Tensor, targets: Tensor, restrict: Restriction = no_restriction,
+        measures: Sequence[Measure] = (),
+    ) -> dict[str, Tensor]:
+        """`logprobs`, log softmax(restrict(logits / temperature))[target], and what is measured.
 
-        Backward computes the logits again, chunk by chunk: they are never stored.
+        Shapes: (N, H), (N,) -> (N,) by name. Units: nats. Only `logprobs` has a gradient.
         """
-        def of_chunk(chunk: slice) -> Tensor:
-            logits = restrict(self.logits(hidden[chunk]), chunk)  # (n, V)
-            return at_targets(logits.log_softmax(dim=-1), targets[chunk])
+        def of_chunk(chunk: slice) -> dict[str, Tensor]:
+            # The only line where the trainer takes a temperature.
+            logits = self.logits(hidden[chunk]) / self.temperature  # (n, V)
+            restricted = restrict(logits, chunk)
+            all_logprobs = restricted.log_softmax(dim=-1)
+            scores = {"logprobs": at_targets(all_logprobs, targets[chunk])}
+            if measures:
+                all_logprobs.clamp_(min=-1e4)  # p log p of what is cut off: 0 * -inf would be nan
+            for measure in measures:
+                scores |= measure(logits, restricted, all_logprobs, targets[chunk])
+            return scores
 
-        return torch.cat([checkpoint(of_chunk, chunk, use_reentrant=False)
-                          for chunk in self.chunks(len(hidden))])
+        with torch.no_grad():
+            chunks = [of_chunk(chunk) for chunk in self.chunks(len(hidden))]
+        scores = {name: torch.cat([scores[name] for scores in chunks]) for name in chunks[0]}
+        return scores | {"logprobs": HeadGradient.apply(
+            scores["logprobs"], hidden, self.weight, self.bias, targets, restrict, self)}
+
+
+class HeadGradient(torch.autograd.Function):
+    """Gives log-probabilities their gradient: d logprob / d logits = onehot(target) - softmax.
+
+    Backward computes the logits again, chunk by chunk: they are never stored. Gradients of the
+    weight add up in fp32.
+
+    Shapes: logprobs (N,), hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None,
+                targets: Tensor, restrict: Restriction, head: Head) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.head, ctx.restrict = head, restrict
+        return logprobs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        head = ctx.head
+        wide = torch.promote_types(head.dtype, torch.float32)
+        hidden_grads, weight_grad, bias_grad = [], None, None
+        if ctx.needs_input_grad[2]:  # not with adapters
+            weight_grad = torch.zeros_like(weight, dtype=wide)
+        if bias is not None:
+            bias_grad = torch.zeros_like(bias, dtype=wide)
+        for chunk in head.chunks(len(hidden)):
+            affine = head.affine(hidden[chunk])  # (n, V)
+            restricted = ctx.restrict(head.scaled(affine) / head.temperature, chunk)
+            # gradient * (onehot(target) - softmax)
+            logits_grad = restricted.softmax(dim=-1).mul_(-gradient[chunk, None])
+            logits_grad.scatter_add_(1, targets[chunk, None], gradient[chunk, None])
+            slope = head.scale / head.temperature  # d logits / d affine
+            if head.softcap is not None:
+                slope = slope * (1 - torch.tanh(affine / head.softcap).square())
+            product_grad = logits_grad.mul_(slope).to(head.dtype)
+            hidden_grads.append(head.product(product_grad, weight).to(hidden.dtype))
+            if weight_grad is not None:
+                head.add_product(weight_grad, product_grad.T, hidden[chunk])
+            if bias_grad is not None:
+                bias_grad += product_grad.sum(dim=0)
+        # Autograd rounds the fp32 gradients to the parameters' dtype.
+        return None, torch.cat(hidden_grads), weight_grad, bias_grad, None, None, None
 
 
 def at_targets(values: Tensor, targets: Tensor) -> Tensor:
@@ -243,48 +323,33 @@ def at_targets(values: Tensor, targets: Tensor) -> Tensor:
     return values.gather(-1, targets[:, None])[:, 0]
 
 
-def spread(chunks: list[Tensor], batch: Batch) -> Tensor:
-    """Values of the N response tokens, in their places: n of them each -> (B, T), else 0."""
-    return torch.zeros_like(batch.mask).masked_scatter(batch.mask > 0, torch.cat(chunks))
+# ---------------------------------------------------------------------------------- measures
+def entropies(_: Tensor, __: Tensor, all_logprobs: Tensor, ___: Tensor) -> dict[str, Tensor]:
+    """`entropy`, -sum p log p (nats), and `varentropy`, the variance of -log p (nats^2)."""
+    weighted = all_logprobs.exp().mul_(all_logprobs)
+    entropy = -weighted.sum(dim=-1)
+    second_moment = torch.linalg.vecdot(weighted, all_logprobs)
+    return {"entropy": entropy, "varentropy": second_moment - entropy.square()}
 
 
-class Support:
-    """What the softmax of a token is over: the vocabulary.
-
-    extras/sampling_mask.py has another one.
-    """
-
-    def restriction(self, batch: Batch, response: Tensor) -> Restriction:
-        assert batch.rollouts is None or not any(each.kept for each in batch.rollouts), (
-            "rollouts have kept sets, but the softmax is over the vocabulary")
-        return lambda logits, chunk: logits
-
-    def measure(self, logits: Tensor, restricted: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Further metrics of (n, V) logits, the same in the support, and (n,) targets."""
-        return {}
+def agreement(logits: Tensor, _: Tensor, __: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """`agrees`: 1.0 where the target is a likeliest token, else 0."""
+    return {"agrees": (at_targets(logits, targets) == logits.amax(dim=-1)).float()}
 
 
-VOCABULARY = Support()
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """The distribution whose log-probabilities the trainer computes."""
-
-    temperature: float = 1.0
-    fp32_head: bool = True  # else in the model's dtype: only with the variant both-heads
-    support: Support = VOCABULARY
-
-
-# ---------------------------------------------------------------------------------- body
-def plain_body(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
+# ---------------------------------------------------------------------------------- policy
+def row_by_row(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     """Hidden states of the response tokens, each row computed whole: (B, T) bool -> (N, H)."""
     return policy.hidden(batch.inputs)[response]
 
 
-# ---------------------------------------------------------------------------------- policy
-class Send:
-    """What the engine gets of a policy's weights: all tensors as they are. Options have others."""
+def whole_vocabulary(batch: Batch, response: Tensor) -> Restriction:
+    """The usual `restrict` of a policy."""
+    return no_restriction
+
+
+class EngineWeights:
+    """What the engine gets of a policy's weights: all tensors as they are."""
 
     name = "weights as they are"  # for the audit
 
@@ -303,36 +368,35 @@ class Policy:
     transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
     dtype), on response positions only and in chunks: no step has a (B, T, V) tensor.
 
-    The parts that options replace:
-        scoring           the distribution
+    What options replace:
+        restrict          of a batch and its response tokens: a function of their logits
+        measures          further token metrics
         body              computes hidden states
-        head              computes logits and their log-probabilities
         pack              cuts rows of a batch into micro-batches
-        send              what the engine gets of the weights (extras/lora.py merges adapters)
+        send              what the engine gets of the weights
         has_reference     whether a copy of the weights is kept as they are now
-    By default extras/fast.py has another body, head and pack.
-
-    `logprobs` is for the update (with gradient), `token_metrics` for the measurement before it,
-    `agreement` for the greedy evaluation, and `response_logprobs` for the canary.
 
     verify/head.py tells whether the head here gives the logits of the model's own forward pass.
     """
 
     def __init__(
-        self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body = plain_body,
-        head: Head | None = None, pack: Pack = longest_first, send: Send | None = None,
-        has_reference: bool = False,
+        self, model: torch.nn.Module, *, temperature: float = 1.0, fp32_head: bool = True,
+        restrict: Callable[[Batch, Tensor], Restriction] = whole_vocabulary,
+        measures: tuple[Measure, ...] = (), body: Body = row_by_row, pack: Pack = longest_first,
+        send: EngineWeights | None = None, has_reference: bool = False,
     ):
         if model.base_model is model:
             raise ValueError(f"{type(model).__name__} must have a body apart from its head (a"
                              " base_model): the head is computed here")
         self.model = model.eval()  # no dropout
-        self.scoring = scoring or Scoring()
-        self.body = body
-        self.head = head or Head.of(model)
+        dtype = torch.float32 if fp32_head else model.dtype
+        self.head = Head.of(model, temperature=temperature, dtype=dtype)
         self.device = self.head.weight.device
+        self.restrict = restrict
+        self.measures = measures
+        self.body = body
         self.pack = pack
-        self.send = send or Send()
+        self.send = send or EngineWeights()
         # The first policy's, resumed or not: a checkpoint comes later.
         self.reference = self.copied_weights() if has_reference else None
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
@@ -340,18 +404,15 @@ class Policy:
         model.base_model.do_not_compile = True
 
     @classmethod
-    def load(
-        cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True
-    ) -> "Policy":
+    def load(cls, path: str, dtype: torch.dtype, device: str, **options: Any) -> "Policy":
         """From a folder or a hub name. Raises: ValueError, as `models.load_model`."""
-        model = load_model(path, dtype).to(device)
-        return cls(model, Scoring(fp32_head=fp32_head))
+        return cls(load_model(path, dtype).to(device), **options)
 
-    def changed(self, **parts: Any) -> "Policy":
-        """A policy of the same model with other parts."""
-        assert parts.keys() <= vars(self).keys(), f"{parts.keys()=}"
+    def changed(self, **attributes: Any) -> "Policy":
+        """A policy of the same model with other attributes."""
+        assert attributes.keys() <= vars(self).keys(), f"{attributes.keys()=}"
         policy = copy(self)
-        vars(policy).update(parts)
+        vars(policy).update(attributes)
         return policy
 
     def audit(self) -> dict[str, str | bool | float]:
@@ -359,109 +420,63 @@ class Policy:
         return {
             "attention": self.model.config._attn_implementation,
             "body": self.body.__name__,
-            "head": type(self.head).__name__,
             "engine_gets": self.send.name,
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
-            "head_dtype": str(self._head_dtype).removeprefix("torch."),
-            "temperature": self.scoring.temperature,
+            "head_dtype": str(self.head.dtype).removeprefix("torch."),
+            "temperature": self.head.temperature,
             "gradient_checkpointing": self.model.is_gradient_checkpointing,
         }
 
     # ------------------------------------------------------------------- log-probabilities
-    def logprobs(self, batch: Batch) -> Tensor:
-        """log softmax(logits / temperature)[target] of `scoring`, 0 outside `batch.mask`: (B, T).
+    def score(self, batch: Batch, measures: Sequence[Measure] = ()) -> dict[str, Tensor]:
+        """`logprobs` of the targets, and what is measured: (B, T) by name, 0 outside `batch.mask`.
 
-        Units: nats.
+        The update calls it with gradient. Before the update the same code computes the denominator
+        of the ratio, so that the first ratio is exactly 1.
         """
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
-        restrict = self.scoring.support.restriction(batch, response)
-        of_tokens = self.head_at().logprobs(hidden, batch.targets[response], restrict)  # (N,)
-        return spread([of_tokens], batch)
+        scores = self.head.score(hidden, batch.targets[response], self.restrict(batch, response),
+                                 measures)
+        zeros = torch.zeros_like(batch.mask)
+        return {name: zeros.masked_scatter(response, values) for name, values in scores.items()}
 
     @torch.no_grad()
     def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
-        """`logprobs`, and of the same distribution `entropy`, -sum p log p (nats), and
-        `varentropy`, the variance of -log p (nats^2): (B, T) by name.
+        """`score` before the update, with `entropies` and what options measure.
 
-        Further metrics come from the support; `ref_logprobs` from the reference, if there is one.
-        All are 0 outside `batch.mask`.
+        `ref_logprobs` are those of the reference, if there is one.
         """
-        restrict = self.scoring.support.restriction(batch, batch.mask > 0)
-        found = []
-        for chunk, logits, targets in self.response_logits(batch):
-            # As `Head.logprobs` computes it, bit for bit: else the update's first ratio is not 1.
-            restricted = restrict(logits, chunk)
-            further = self.scoring.support.measure(logits, restricted, targets)
-            all_logprobs = restricted.log_softmax(dim=-1)  # (n, V)
-            logprobs = at_targets(all_logprobs, targets)
-            all_logprobs.clamp_(min=-1e4)  # 0 * -inf would be nan
-            weighted = all_logprobs.exp().mul_(all_logprobs)
-            entropy = -weighted.sum(dim=-1)
-            varentropy = torch.linalg.vecdot(weighted, all_logprobs) - entropy.square()
-            found.append({"logprobs": logprobs, "entropy": entropy, "varentropy": varentropy}
-                         | further)
-        metrics = {name: spread([each[name] for each in found], batch) for name in found[0]}
+        metrics = self.score(batch, (entropies, *self.measures))
         if self.reference is not None:
             with self.using(self.reference):
-                metrics["ref_logprobs"] = self.logprobs(batch)
+                metrics["ref_logprobs"] = self.score(batch)["logprobs"]
         return metrics
 
     @torch.no_grad()
-    def agreement(self, batch: Batch) -> dict[str, Tensor]:
-        """`agrees`: 1.0 where the target is a likeliest token, 0 outside `batch.mask`: (B, T)."""
-        agrees = [(at_targets(logits, targets) == logits.amax(dim=-1)).float()
-                  for _, logits, targets in self.response_logits(batch, 1.0)]
-        return {"agrees": spread(agrees, batch)}
-
-    def response_logits(
-        self, batch: Batch, temperature: float | None = None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of the N response tokens in chunks: the chunk, its logits (n, V), its targets (n,)."""
-        response = batch.mask > 0  # (B, T), N of them true
-        hidden = self.body(self, batch, response)  # (N, H)
-        targets = batch.targets[response]  # (N,)
-        head = self.head_at(temperature)
-        for chunk in head.chunks(len(hidden)):
-            yield chunk, head.logits(hidden[chunk]), targets[chunk]
-
-    def hidden(self, inputs: Tensor) -> Tensor:
-        """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
-        return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-
-    def head_at(self, temperature: float | None = None) -> Head:
-        # The only line where the trainer takes a temperature; `Head.scaled` divides by it.
-        return self.head.at(temperature or self.scoring.temperature, self._head_dtype)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N, V) in fp32 at temperature 1."""
-        return self.head_at(1.0).logits(hidden)
-
-    @property
-    def _head_dtype(self) -> torch.dtype:
-        return torch.float32 if self.scoring.fp32_head else self.head.weight.dtype
-
-    @torch.no_grad()
     def response_logprobs(
-        self, sequences: list[list[int]], prompt_length: int, body: Body | None = None,
-        **scoring: Any,
+        self, sequences: list[list[int]], prompt_length: int, *, body: Body | None = None,
+        head_dtype: torch.dtype | None = None,
     ) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt, for the canary.
 
         With the weights that the engine gets, of sequences of one length; by another `body` or
-        `scoring` if one is given.
+        with a head in another dtype if one is given.
         """
-        found = []
-        at_1 = self.changed(scoring=replace(self.scoring, temperature=1.0, **scoring),
-                            body=body or self.body)
+        logprobs = []
+        head = replace(self.head, temperature=1.0, dtype=head_dtype or self.head.dtype)
+        at_1 = self.changed(head=head, body=body or self.body)
         with self.using(self.send.engine_parameters()):
             for ids in sequences:  # one at a time: the KV cache takes memory now
                 response = ids[prompt_length:]
-                unknown = [0.0] * len(response)
-                rollout = Rollout(ids[:prompt_length], None, response, logprobs=unknown)
-                logprobs = at_1.logprobs(make_batch([rollout], self.device))
-                found.append(logprobs[0, prompt_length - 1 :].tolist())
-        return found
+                rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
+                scores = at_1.score(make_batch([rollout], self.device))
+                logprobs.append(scores["logprobs"][0, prompt_length - 1 :].tolist())
+        return logprobs
+
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
+        return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
 
     # ------------------------------------------------------------------------------ weights
     def weights(self) -> Mapping[str, Tensor]:
@@ -476,12 +491,12 @@ class Policy:
 
     def trained(self) -> dict[str, Tensor]:
         """Every trained parameter by its name."""
-        return {name: each.detach() for name, each in self.model.named_parameters()
-                if each.requires_grad}
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad}
 
     def copied_weights(self) -> dict[str, Tensor]:
         """A copy of every trained parameter by its name."""
-        return {name: each.clone() for name, each in self.trained().items()}
+        return {name: parameter.clone() for name, parameter in self.trained().items()}
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

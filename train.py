@@ -68,12 +68,11 @@ from report.files import (
 )
 from report.log import answer_line, log_line
 from rl import (
-    VOCABULARY,
     Batch,
     Minibatches,
     Optimizer,
     Policy,
-    Scoring,
+    agreement,
     in_micro_batches,
     make_batch,
 )
@@ -305,6 +304,8 @@ class Parts:
     def __init__(self, run: Run):
         config = run.config
         self.policy = dict(  # arguments of Policy
+            temperature=config.temperature if config.parity.trainer_temperature else 1.0,
+            fp32_head=config.parity.trainer_fp32_head,
             has_reference=config.kl_coef > 0 or OBJECTIVES[config.objective].needs_reference)
         self.optimizer = Optimizer
         self.engine_kind = Engine  # the class, and its arguments
@@ -379,12 +380,6 @@ def prepare(config: Config) -> Run:
 def parts_of(run: Run) -> Parts:
     """The parts that the options ask for. Raises: ValueError if `out` holds another run."""
     parts = Parts(run)
-    if has_sampling_mask(run.config):
-        from extras.sampling_mask import collect_kept_sets, masked_logits
-
-        parts.engine["collect"] = collect_kept_sets
-        parts.stated = lambda logits: masked_logits(
-            logits / run.sampling.temperature, run.sampling)
     for install in extras.each("install", run.config):
         install(run, parts=parts)
     if parts.engine_kind.copies_weights:
@@ -401,17 +396,6 @@ def load_policy(run: Run, parts: Parts) -> Policy:
         model = load_model(run.folder, getattr(torch, run.config.dtype)).to(device)
         for change in parts.with_model:
             change(model)
-        from extras.fast import fast_parts
-
-        parts.policy |= fast_parts(model)
-        config, support = run.config, None
-        if has_sampling_mask(config):
-            from extras.sampling_mask import SamplingMask
-
-            support = SamplingMask(run.sampling)
-        temperature = config.temperature if config.parity.trainer_temperature else 1.0
-        parts.policy["scoring"] = Scoring(temperature, config.parity.trainer_fp32_head,
-                                          support or VOCABULARY)
         return Policy(model, **parts.policy)
 
 
@@ -610,7 +594,7 @@ def update(
             for rows in micro_batches:
                 micro = batch.select(rows)
                 with torch.set_grad_enabled(bool(micro.has_gradient.any())):
-                    logprobs = policy.logprobs(micro)  # (b, T)
+                    logprobs = policy.score(micro)["logprobs"]  # (b, T)
                 has_weight = micro.correction > 0  # (b, T), false outside the mask, too
                 token_loss, clipped = surrogate(
                     logprobs, micro.denominator, micro.advantages, has_weight, config.clip)
@@ -671,7 +655,9 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) ->
     batch = make_batch(rollouts, policy.device)
     rows = torch.arange(len(rollouts))
     micro_batches = policy.pack(batch, rows, config.micro_batch_tokens)
-    agrees = in_micro_batches(policy.agreement, batch, [micro_batches])["agrees"]  # (B, T)
+    at_1 = policy.changed(head=replace(policy.head, temperature=1.0))
+    score = partial(at_1.score, measures=(agreement,))
+    agrees = in_micro_batches(score, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 

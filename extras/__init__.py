@@ -25,9 +25,9 @@ import tyro
 
 # In the order in which they are installed.
 NAMES = (
-    "rotary_table", "prefix_cache", "cuda_graphs", "inflight", "transformers_engine",
-    "rounded_weights", "lora", "gradient_checkpointing", "prompts_once", "offload",
-    "sampling_mask", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
+    "rotary_table", "sampling_mask", "prefix_cache", "cuda_graphs", "inflight",
+    "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing", "prompts_once",
+    "offload", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
     "tracker")  # fmt: skip
 FILES = {name: import_module(f"extras.{name}") for name in NAMES if find_spec(f"extras.{name}")}
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --lora.lora-rank

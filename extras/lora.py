@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from extras.linear_layers import only_linear_layers, replaced
 from report.errors import LARGEST, MANY, SMALLEST, within
-from rl import Send
+from rl import EngineWeights
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class AdaptedLinear(torch.nn.Module):
         return (linear(x, self.weight, self.bias) + added).to(x.dtype)
 
 
-class Adapters(Send):
+class Adapters(EngineWeights):
     """Freezes the model, and gives each linear layer of its body an adapter.
 
     The engine gets the model's tensors, with merged layers. Raises: ValueError by

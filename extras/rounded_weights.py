@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from extras.linear_layers import LazyWeights, only_linear_layers, replaced
-from rl import Send
+from rl import EngineWeights
 
 ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")
 LARGEST_FP8 = 448.0  # of e4m3
@@ -57,7 +57,7 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     return (nearest * scale).to(weight.dtype)
 
 
-class RoundedWeights(Send):
+class RoundedWeights(EngineWeights):
     """The engine gets the tensors of a policy, those of linear layers rounded.
 
     Raises: ValueError by `only_linear_layers`.

@@ -4,6 +4,7 @@ The ids that the mask kept travel with each sampled token. docs/fixes.md has the
 """
 
 import math
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from engine_adapter import Rollout, Sampling
-from rl import Batch, Support, at_targets
+from engine_adapter import Rollout, Sampling, has_sampling_mask
+from rl import Batch, Restriction, at_targets, no_restriction
 
 ENDINGS = {
     "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
@@ -59,7 +60,7 @@ def collect_kept_sets(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndar
         raise ValueError("max_kept must be at least the size of each set of tokens that the"
                          f" sampler's mask keeps, got {largest}, one has more ({rollout.sampling});"
                          " raise --max-kept or give --top-k")
-    rollout.kept += [row[each] for row, each in zip(ids, finite, strict=True)]  # copies
+    rollout.kept += [row[inside] for row, inside in zip(ids, finite, strict=True)]  # copies
 
 
 def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
@@ -71,41 +72,49 @@ def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
     return logits.masked_fill(outside, -math.inf)
 
 
-class SamplingMask(Support):
+def kept_sets(batch: Batch, response: Tensor) -> Restriction:
     """The softmax of a token is over its kept set, if the sampler returned it.
 
-    Without kept sets (`--parity.no-sampling-mask`) it is over the vocabulary, and only the metrics
-    are added.
+    Without kept sets (`--parity.no-sampling-mask`) it is over the vocabulary. Shapes: response
+    (B, T), bool, N of them true.
     """
+    kept: list[numpy.ndarray] = []
+    for rollout in batch.rollouts[response.any(dim=1).numpy(force=True)]:
+        trained = rollout.trained or [True] * len(rollout.kept)
+        kept += compress(rollout.kept, trained)
+    if not kept:
+        return no_restriction
+    tokens = int(response.sum())
+    assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"
+    return lambda logits, chunk: mask_outside(logits, kept[chunk])
 
-    def __init__(self, sampling: Sampling):
-        self.sampling = sampling
 
-    def restriction(self, batch: Batch, response: Tensor) -> Any:
-        """A function of (n, V) logits and the slice of the N response tokens they belong to."""
-        kept = []
-        for rollout in batch.rollouts[response.any(dim=1).numpy(force=True)]:
-            trained = rollout.trained or [True] * len(rollout.kept)
-            kept += compress(rollout.kept, trained)
-        if not kept:
-            return lambda logits, chunk: logits
-        tokens = int(response.sum())
-        assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"
-        return lambda logits, chunk: mask_outside(logits, kept[chunk])
+def masses(sampling: Sampling, logits: Tensor, restricted: Tensor, _: Tensor,
+           targets: Tensor) -> dict[str, Tensor]:
+    """Figures of both masks: (n, V) logits, the restricted ones, (n,) targets -> (n,) by name.
 
-    def measure(self, logits: Tensor, restricted: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Figures of both masks: (n, V) logits, the restricted ones, (n,) targets -> (n,) by name.
+    `kept_mass`: the trainer's probability of the tokens that its own mask keeps.
+    `engine_kept_mass`: its probability of the engine's kept set, if the engine returned one. No
+    mismatch shows a set that is too small, because both softmaxes are over it. `outside_frac`: 1 if
+    the trainer's mask cuts off the sampled token (by rounding or staleness), else 0.
+    """
+    masked = masked_logits(logits, sampling)
+    whole = logits.logsumexp(dim=-1)
+    figures = {"kept_mass": (masked.logsumexp(dim=-1) - whole).exp(),
+               "outside_frac": at_targets(masked, targets).isinf().float()}
+    if restricted is not logits:  # there are kept sets
+        figures["engine_kept_mass"] = (restricted.logsumexp(dim=-1) - whole).exp()
+    return figures
 
-        `kept_mass`: the trainer's probability of the tokens that its own mask keeps.
-        `engine_kept_mass`: its probability of the engine's kept set, if the engine returned one. No
-        mismatch shows a set that is too small, because both softmaxes are over it.
-        `outside_frac`: 1 if the trainer's mask cuts off the sampled token (by rounding or
-        staleness), else 0.
-        """
-        masked = masked_logits(logits, self.sampling)
-        whole = logits.logsumexp(dim=-1)
-        found = {"kept_mass": (masked.logsumexp(dim=-1) - whole).exp(),
-                 "outside_frac": at_targets(masked, targets).isinf().float()}
-        if restricted is not logits:  # there are kept sets
-            found["engine_kept_mass"] = (restricted.logsumexp(dim=-1) - whole).exp()
-        return found
+
+def policy_options(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of `Policy`."""
+    return {"restrict": kept_sets, "measures": (partial(masses, sampling),)}
+
+
+def install(run: Any, options: None, parts: Any) -> None:
+    sampling = run.sampling
+    if has_sampling_mask(sampling):
+        parts.policy |= policy_options(sampling)
+        parts.engine["collect"] = collect_kept_sets
+        parts.stated = lambda logits: masked_logits(logits / sampling.temperature, sampling)

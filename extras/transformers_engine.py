@@ -145,7 +145,7 @@ class TransformersEngine(Engine):
         cache = DynamicCache(config=self.policy.model.config)
         while rollouts:
             states = states_after(cache, self.policy.model, ids, real)
-            logits = self.policy.logits(states[:, -1])  # (N, V)
+            logits = self.policy.head.logits(states[:, -1])  # (N, V)
             tokens, logprobs = _draw(logits, sampling)  # (N,), (N, V)
             chosen = at_targets(logprobs, tokens).tolist()
             for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):

@@ -17,7 +17,7 @@ import tyro
 import verify
 from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
-from extras.fast import fast_parts
+from extras.prompts_once import policy_options
 from extras.rotary_table import give_one_table, with_one_table
 from models import read_config
 from probe.compare import change, same_workload
@@ -155,10 +155,10 @@ def load_policy(path: str, dtype: str, longest: int, fp32_head: bool = True) -> 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head)
+        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head=fp32_head)
         give_one_table(policy.model, longest)
         check_head(policy)
-        return policy.changed(**fast_parts(policy.model))  # as a run computes
+        return policy.changed(**policy_options(policy.model))  # as a run computes
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -86,8 +86,7 @@ def self_noise(policy: Policy, batch: Batch, config: Any) -> Tensor:
 
     def recomputed(micro_batch_tokens: int) -> Tensor:
         minibatches = batch.minibatches(has_signal, config.num_minibatches, micro_batch_tokens)
-        return in_micro_batches(lambda micro: {"logprobs": policy.logprobs(micro)},
-                                batch, minibatches)["logprobs"]
+        return in_micro_batches(policy.score, batch, minibatches)["logprobs"]
 
     usual = recomputed(config.micro_batch_tokens)
     with rounded_otherwise(policy):

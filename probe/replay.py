@@ -88,7 +88,7 @@ class Replay:
                 logits = masked_logits(logits / sampling.temperature, sampling)
             return logits
 
-        return head.logprobs(hidden, self.targets, drawn_from)
+        return head.score(hidden, self.targets, drawn_from)["logprobs"]
 
     def _penalized(self, logits: Tensor, sampling: Sampling, chunk: slice) -> Tensor:
         """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""

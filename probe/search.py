@@ -133,7 +133,7 @@ class Probe(Replay):
         self.earlier = earlier
         self.distributions = distributions_of(trace.sampling, policy.model, trainer)
         scored = next(iter(self.distributions))
-        fp32_head = policy.scoring.fp32_head
+        fp32_head = policy.head.dtype == torch.float32
         where = "in the engine" if fp32_head else "on both sides"
         self.heads = {policy.model.dtype: causes.HEAD.of(where), torch.float32: None}
         self.trainer = Readout(scored, torch.float32 if fp32_head else policy.model.dtype)
@@ -186,7 +186,8 @@ class Probe(Replay):
         values = {}
         for dtype in self.heads:
             states = hidden if dtype == torch.float32 else hidden.to(dtype)
-            head = self.policy.head.at(1.0, torch.promote_types(states.dtype, dtype))
+            head = replace(self.policy.head, temperature=1.0,
+                           dtype=torch.promote_types(states.dtype, dtype))
             for sampling in self.distributions:
                 logprobs = self.logprobs(states, head, sampling)
                 values[Readout(sampling, dtype)] = logprobs.double()

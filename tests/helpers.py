@@ -216,8 +216,8 @@ def minibatches_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: i
 
 
 def frozen_logprobs(policy: Policy, batch: Batch, minibatches: list[list[torch.Tensor]]) -> torch.Tensor:
-    """`policy.logprobs` of the whole batch, in the micro-batches of `update`: (B, T)."""
-    return in_micro_batches(lambda micro: {"logprobs": policy.logprobs(micro)}, batch, minibatches)["logprobs"]
+    """`policy.score` of the whole batch, in the micro-batches of `update`: (B, T)."""
+    return in_micro_batches(policy.score, batch, minibatches)["logprobs"]
 
 
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_batch_tokens: int = 2**14) -> Batch:
@@ -229,7 +229,7 @@ def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_ba
 
 def at(policy: Policy, temperature: float) -> Policy:
     """The policy that scores at this temperature."""
-    return policy.changed(scoring=replace(policy.scoring, temperature=temperature))
+    return policy.changed(head=replace(policy.head, temperature=temperature))
 
 
 def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
@@ -310,7 +310,7 @@ def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch
     word = "cache_params" if new.model.config.model_type == "mamba2" else "past_key_values"
     for policy, inputs in ((old, ids[:, :cut]), *((new, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
         body = policy.model.base_model(input_ids=inputs, use_cache=True, **{word: cache})
-        parts.append(policy.logits(body.last_hidden_state[0]))
+        parts.append(policy.head.logits(body.last_hidden_state[0]))
     kept = torch.log_softmax(torch.cat(parts) / 0.7, dim=-1).gather(1, ids[0, 1:, None])[:, 0]  # (L - 1,)
     of_old, of_new = (scored(policy, [rollout], 0.7).old_logprobs[0] for policy in (old, new))
     return kept[first:], torch.cat([of_old[first:cut], of_new[cut:]])

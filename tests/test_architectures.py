@@ -38,13 +38,13 @@ from helpers import (
 from packaging import version
 from torch.overrides import TorchFunctionMode
 
-from engine_adapter import ParityFlags, Rollout, Sampling
-from extras.fast import fast_parts
+from engine_adapter import ParityFlags, Rollout
 from extras.lora import Adapters, Options
-from extras.sampling_mask import SamplingMask
+from extras.prompts_once import policy_options
+from extras.sampling_mask import kept_sets
 from models import attention_for
 from probe.noise import rounded_otherwise
-from rl import Policy, Scoring, make_batch
+from rl import Policy, make_batch
 from tasks.toys import toy_tokenizer
 from verify import canary
 from verify.errors import WeightLoadError
@@ -98,7 +98,7 @@ class InFloat64(TorchFunctionMode):
     *((name, 0, "cpu") for name in [*ARCHITECTURES, "Phi"] if name not in RECURRENT),
     ("Gemma2", 4, "cpu"), pytest.param("Qwen2", 0, "cuda", marks=pytest.mark.gpu),
 ])  # fmt: skip
-def test_the_fast_body_and_head_have_the_values_and_gradients_of_the_plain_ones(name, rank, device):
+def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_own_logits(name, rank, device):
     """Prompts of 1 to 40 tokens, so that a window of 16 cuts; responses of 1 to 30 tokens with kept sets; one prompt
     has one response, one row is masked. Phi's head has a bias, Gemma 2's a soft cap, Granite's and Cohere's a scale.
     """
@@ -118,26 +118,34 @@ def test_the_fast_body_and_head_have_the_values_and_gradients_of_the_plain_ones(
     batch = make_batch(rollouts, device).mask_rows([True] * 7 + [False])
     batch = replace(batch, mask=batch.mask.double())
     trained = [each for each in model.parameters() if each.requires_grad]
-    weights, found = torch.randn(batch.mask.shape).to(batch.mask), []
-    scoring = Scoring(0.7, fp32_head=False, support=SamplingMask(Sampling(0.7, 30, top_k=31)))
+    weights, ours = torch.randn(batch.mask.shape).to(batch.mask), []
+    graph = lambda logprobs: (logprobs, *torch.autograd.grad(logprobs, trained, weights, materialize_grads=True))  # noqa: E731
     model.get_input_embeddings().register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape))
-    for parts in ({}, fast_parts(model)):
-        with InFloat64():
-            policy = Policy(model, scoring, **parts)
+    with InFloat64():
+        for options in ({}, policy_options(model)):
+            policy = Policy(model, temperature=0.7, fp32_head=False, restrict=kept_sets, **options)
             policy = policy.changed(head=replace(policy.head, chunk_elements=96 * 20))
             seen.clear()
-            logprobs = policy.logprobs(batch)
-            found.append((logprobs, *torch.autograd.grad(logprobs, trained, weights, materialize_grads=True)))
-    assert seen == [(4, 40), (8, 29)]  # the responses without their last tokens
-    for plain, fast in zip(*found, strict=True):
-        torch.testing.assert_close(fast, plain, atol=1e-12, rtol=1e-12)
+            ours.append(graph(policy.score(batch)["logprobs"]))
+        assert seen == [(4, 40), (8, 29)]  # the responses without their last tokens
+        outside = torch.ones(*batch.mask.shape, 96, dtype=torch.bool)
+        for row, rollout in enumerate(rollouts):
+            for column, kept in enumerate(rollout.kept, len(rollout.prompt_ids) - 1):
+                outside[row, column, kept] = False
+        outside[batch.mask.cpu() == 0] = False
+        logits = model(input_ids=batch.inputs, use_cache=False).logits / 0.7
+        logprobs = logits.masked_fill(outside.to(device), -torch.inf).log_softmax(dim=-1)
+        expected = graph(logprobs.gather(-1, batch.targets[..., None])[..., 0] * batch.mask)
+    for values in ours:
+        for value, own in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, own, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "Qwen3_5Text"])
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     """Rows of several lengths and with one prompt, in micro-batches of several rows, beside each row alone."""
     policy = Policy(small_model(name, False))
-    assert fast_parts(policy.model).keys() == {"head"}
+    assert policy_options(policy.model) == {}
     rows = [[0, 95, 7, 0, *drawn_ids(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows])
     together = frozen_logprobs(policy, batch, batch.minibatches(torch.ones(6) > 0, 1, 120))  # (6, 39)
@@ -220,7 +228,7 @@ def test_the_first_load_compares_one_row_beyond_the_original_context_if_the_runs
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name, body", [("Qwen3Moe", "prompts_once"), ("FalconH1", "plain_body")])
+@pytest.mark.parametrize("name, body", [("Qwen3Moe", "prompts_once"), ("FalconH1", "row_by_row")])
 def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_path, name, body):
     out, folder = tmp_path / "run", tmp_path / "model"
     first = policy_of(folder, name).weights()

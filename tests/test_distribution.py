@@ -8,7 +8,7 @@ from helpers import built, close_live_engine
 from transformers import Qwen2ForCausalLM
 
 from engine_adapter import Engine, ParityFlags
-from rl import Policy
+from rl import Policy, whole_vocabulary
 from verify.errors import AuditError
 
 pytestmark = pytest.mark.engine
@@ -42,7 +42,7 @@ def test_a_head_that_the_trainer_does_not_reproduce_is_refused_by_name(good, tmp
     if fault == "operation":
         monkeypatch.setattr(Qwen2ForCausalLM, "forward", one_more)
     else:
-        monkeypatch.setattr("rl.Head.scaled", lambda head, logits: logits * 1.5 / head.temperature)
+        monkeypatch.setattr("rl.Head.scaled", lambda head, logits: logits * 1.5)
     close_live_engine()
     with pytest.raises(ValueError, match="Qwen2ForCausalLM does more after its head than the trainer reproduces"):
         built(good, tmp_path, engine=engine)
@@ -68,12 +68,11 @@ def test_a_side_that_forgets_the_temperature_or_the_mask_is_refused(
         monkeypatch.setattr(Engine, "sampling_params", lambda engine, sampling, seed: usual(
             engine, replace(sampling, **{option: 1.0}), seed))  # fmt: skip
     if "trainer" in forgets:
-        logprobs = Policy.logprobs
-        scoring = {"temperature": lambda old: replace(old, temperature=1.0),
-                   "top_p": lambda old: replace(old, support=type(old)().support)}[option]
-        monkeypatch.setattr(Policy, "logprobs", lambda policy, batch: logprobs(
-            policy.changed(scoring=scoring(policy.scoring)), batch))  # fmt: skip
-        monkeypatch.setattr("rl.Support.restriction", lambda *_: lambda logits, chunk: logits)
+        score = Policy.score
+        forgotten = {"temperature": lambda policy: {"head": replace(policy.head, temperature=1.0)},
+                     "top_p": lambda policy: {"restrict": whole_vocabulary}}[option]
+        monkeypatch.setattr(Policy, "score", lambda policy, batch, measures=(): score(
+            policy.changed(**forgotten(policy)), batch, measures))  # fmt: skip
     close_live_engine()
     parity = ParityFlags(**{fix_off: False} if fix_off else {})
     with pytest.raises(AuditError, match=f"the {named}'s log-probabilities are not those of the stated distribution"):

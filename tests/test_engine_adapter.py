@@ -29,7 +29,7 @@ from helpers import (
 import engine_adapter
 import verify
 from engine_adapter import Engine, ParityFlags, Sampling, reseed
-from rl import Policy, Scoring
+from rl import Policy
 from verify import canary
 from verify.errors import AuditError, EngineStateError, WeightLoadError
 
@@ -77,7 +77,7 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
         model.model.embed_tokens.weight[:, 0] = 4.0
         model.lm_head.weight[:, 0] = 16.0
-    fine, coarse = Policy(model), Policy(model, Scoring(fp32_head=False))
+    fine, coarse = Policy(model), Policy(model, fp32_head=False)
     with started(engine_folder, fine) as engine:
         check_settings(engine)
         both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]

@@ -31,8 +31,8 @@ def group_advantages(*given):
 
 
 def token_logprobs(hidden, weight, targets, temperature, kept):
-    head = rl.Head(weight, None, 1.0, None, 100).at(temperature, torch.float32)
-    return head.logprobs(hidden, targets, lambda logits, chunk: mask_outside(logits, kept[chunk]))
+    head = rl.Head(weight, None, 1.0, None, 100, temperature, torch.float32)
+    return head.score(hidden, targets, lambda logits, chunk: mask_outside(logits, kept[chunk]))["logprobs"]
 
 
 def clipped_loss(*given):

@@ -9,7 +9,7 @@ from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Adapters, Options
 from models import attention_for
-from rl import Policy, make_batch, plain_body
+from rl import Policy, make_batch
 
 BATCH = make_batch([Rollout([5, 6, 7], 0, [8, 9, 10, 11], [0.0] * 4), Rollout([12], 0, [13, 14], [0.0] * 2)])
 # A layer of Zamba 2 is inside of another one; OPT's layers pass their own `training` to dropout.
@@ -26,15 +26,15 @@ def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
     if rank:
         for layer in Adapters(model, Options(rank), seed=0).layers.values():
             layer.lora_B.data.normal_(0, 0.1)
-    policy, passes = Policy(model, body=plain_body), []
+    policy, passes = Policy(model), []
     trained = [each for each in model.parameters() if each.requires_grad]
-    expected = torch.autograd.grad(policy.logprobs(BATCH).sum(), trained)
+    expected = torch.autograd.grad(policy.score(BATCH)["logprobs"].sum(), trained)
     checkpoint_layers(model)
     assert all(each.grad is None for each in model.parameters())
     layers = model.base_model.get_submodule({"GPT2": "h", "OPT": "decoder.layers"}.get(name, "layers"))
     for index, layer in enumerate(layers):
         next(layer.children()).register_forward_pre_hook(lambda *_, index=index: passes.append(index))
-    found = torch.autograd.grad(policy.logprobs(BATCH).sum(), trained)
+    found = torch.autograd.grad(policy.score(BATCH)["logprobs"].sum(), trained)
     assert sorted(passes) == sorted([*range(len(layers))] * 2)
     assert all(map(torch.equal, found, expected))
 

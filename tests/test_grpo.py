@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from engine_adapter import ParityFlags
-from rl import plain_body
 from tasks.answers import last_number
 from tasks.toys import toy_tokenizer
 
@@ -43,8 +42,7 @@ def rows_of_core(job: dict) -> list[dict]:
     """One for each step, the last one with the held-out reward."""
     del job["out"]
     trainer = built(Path(job["model"]).parent, Path(mkdtemp()), engine="vllm", task=job.pop("problems"),
-                          micro_batch_tokens=1000, **job)  # fmt: skip
-    trainer.policy = trainer.policy.changed(body=plain_body)  # as on the page
+                          micro_batch_tokens=1000, prompts_once=False, **job)  # fmt: skip
     trainer.source.task = replace(trainer.run.task, in_passes=False)
     rows = []
     for step in range(1, job["steps"] + 1):

@@ -18,7 +18,7 @@ from verify.proof import differing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
-logprobs = lambda policy: at(policy, 0.7).logprobs(BATCH)  # noqa: E731
+logprobs = lambda policy: at(policy, 0.7).score(BATCH)["logprobs"]  # noqa: E731
 
 
 def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> Policy:

@@ -20,7 +20,7 @@ from probe.__main__ import main
 from probe.diagnose import StepProbe, alarms, diagnose
 from probe.search import Pass, Probe, Readout
 from probe.traces import Trace, load_traces, save_trace
-from rl import Policy, Scoring
+from rl import Policy
 
 DATA = Path(__file__).parent / "data"
 MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.npz")
@@ -118,7 +118,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
             weight[:, 0] = 4.0
     parity = ParityFlags(processed_logprobs="raw" not in faults, uncached_runtime="prefix" not in faults,
                          fp32_head=not faults & {"head", "head on both sides"})  # fmt: skip
-    policy = Policy(model, Scoring(fp32_head=parity.fp32_head))
+    policy = Policy(model, fp32_head=parity.fp32_head)
     place = str(folder / f"{tied} {dtype}")
     model.save_pretrained(place)
     with started(place, policy, parity, max_model_len=192, block_size=32, max_num_seqs=128) as engine:
@@ -148,7 +148,8 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
             weights = RoundedWeights(model, "int4")(weights)
         engine.load(weights, policy.response_logprobs)
     rollouts = engine.generate(prompts, 1, asked, seeds)
-    policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
+    of_trainer = dtype if faults & {"head in trainer", "head on both sides"} else torch.float32
+    policy = policy.changed(head=replace(policy.head, dtype=of_trainer))
     trainer = "temperature" if "no mask" in faults else "processed"
     return policy, Trace("planted", rollouts, sampling), earlier, trainer
 

@@ -11,18 +11,18 @@ import torch
 from helpers import DEVICES, ROUNDING, config_of, drawn_ids, frozen_logprobs, minibatches_of, qwen2
 
 import objectives
-from engine_adapter import Rollout, Sampling
-from extras.fast import FastHead, fast_parts
+from engine_adapter import Rollout
 from extras.offload import OffloadedOptimizer
+from extras.prompts_once import policy_options
 from extras.rejection import REJECTIONS, Rejection
-from extras.sampling_mask import SamplingMask
+from extras.sampling_mask import kept_sets
 from objectives import CORRECTIONS, OBJECTIVES
 from rl import (
     Batch,
     Head,
     Optimizer,
     Policy,
-    Scoring,
+    agreement,
     head_chunk,
     longest_first,
     make_batch,
@@ -57,7 +57,7 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
 def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then():
     """Positions are counted as the model sees them. Their values are in test_architectures.py."""
     model, seen, counts = qwen2(tied=True), [], []
-    policy = Policy(model, **fast_parts(model))
+    policy = Policy(model, **policy_options(model))
     lengths = [1 + 11 * row % 29 for row in range(32)]
     batch = make_batch([Rollout([row % 4 + 3] * 100, None, [5] * length, [0.0] * length)
                         for row, length in enumerate(lengths)])
@@ -87,9 +87,9 @@ def in_chunks(policy: Policy) -> Policy:
 def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks():
     model, rows = qwen2(tied=True), rollouts()
     rows[0].token_ids[-1] = plain_logits(model, rows[0])[-1].argmax().item()
-    batch, policy = make_batch(rows), in_chunks(Policy(model, Scoring(0.7), **fast_parts(model)))
-    measured, agrees = policy.token_metrics(batch), policy.agreement(batch)["agrees"]
-    assert torch.equal(policy.logprobs(batch), measured["logprobs"])
+    batch, policy = make_batch(rows), in_chunks(Policy(model, temperature=0.7, **policy_options(model)))
+    measured, agrees = policy.token_metrics(batch), policy.score(batch, (agreement,))["agrees"]
+    assert torch.equal(policy.score(batch)["logprobs"], measured["logprobs"])
     assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))
     for row, rollout in enumerate(rows):
         inside, tokens, logits = batch.mask[row] > 0, torch.tensor(rollout.token_ids), plain_logits(model, rollout)
@@ -108,9 +108,8 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
     rows = rollouts([(3, 4), (5, 3), (2, 5)])
     for rollout in rows:
         rollout.kept = [numpy.unique([token, token // 2, 90 + at]) for at, token in enumerate(rollout.token_ids)]
-    scoring = Scoring(0.7, support=SamplingMask(Sampling(0.7, 8, top_p=0.9)))
-    policy = in_chunks(Policy(qwen2(tied=True), scoring))
-    whole = policy.logprobs(make_batch(rows))
+    policy = in_chunks(Policy(qwen2(tied=True), temperature=0.7, restrict=kept_sets))
+    whole = policy.score(make_batch(rows))["logprobs"]
     rows[0].trained, rows[2].trained = [True, False, False, True], [False, True, True, True, False]
     fewer = make_batch(rows).mask_rows([True, False, True])
     for micro_batch_tokens in (1, 4096):
@@ -119,18 +118,17 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [Head, FastHead])
 @pytest.mark.parametrize("softcap, scale, rows, dtype", [
     (3.0, 0.6, 1, torch.float32), (None, 1.4, 7, torch.bfloat16), (3.0, 0.6, 64, torch.float16),
 ])
-def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, dtype, kind, device):
-    """In chunks of so many rows. test_architectures.py has both heads with kept sets."""
+def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, dtype, device):
+    """In chunks of so many rows. test_architectures.py has kept sets."""
     hidden, weight, bias = torch.randn(64, 48), torch.randn(500, 48) / 3, torch.randn(500) / 7
     targets, loss_weights = torch.randint(500, (64,)).to(device), torch.randn(64).to(device)
     ours = [each.to(device, dtype).requires_grad_() for each in (hidden, weight, bias)]
     exact = [each.detach().double().requires_grad_() for each in ours]
-    head = kind(*ours[1:], scale, softcap, chunk_elements=500 * rows).at(0.7, torch.float32)
-    logprobs = head.logprobs(ours[0], targets, lambda logits, chunk: logits)
+    head = Head(*ours[1:], scale, softcap, chunk_elements=500 * rows, temperature=0.7)
+    logprobs = head.score(ours[0], targets)["logprobs"]
     logits = exact[0] @ exact[1].T + exact[2]
     logits = scale / 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
     expected = logits.log_softmax(dim=-1)[range(64), targets]
@@ -171,7 +169,8 @@ def updated(
 ) -> dict:
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
     has_signal = batch.advantages.any(dim=1).tolist()
-    policy = SimpleNamespace(logprobs=lambda micro: table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask)
+    policy = SimpleNamespace(score=lambda micro: {
+        "logprobs": table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask})  # fmt: skip
     return update(policy, Optimizer(torch.nn.ParameterList([table]), grad_clip=1e9), batch,
                   minibatches_of(batch, num_minibatches, micro_batch_tokens, has_signal), config, 1e-3, reject)
 

@@ -9,12 +9,12 @@ import torch
 from helpers import WARM, built, rewrite, small_model
 
 from engine_adapter import Rollout, Sampling
-from extras.fast import prompts_once
+from extras.prompts_once import prompts_once
 from extras.rotary_table import give_one_table, with_one_table
 from extras.transformers_engine import TransformersEngine
 from probe.replay import Replay
 from probe.traces import Trace
-from rl import Policy, Scoring, make_batch, plain_body
+from rl import Policy, make_batch, row_by_row
 from verify.decode import decoded_body
 
 SHORT, LONG = torch.full((16,), 1.1), 1.0 + torch.arange(16)  # factors of 16 angles
@@ -37,7 +37,7 @@ def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, ro
     model.set_experts_implementation("eager")  # torch has no grouped float64 product
     oracle, exported = deepcopy(model), model.config.to_dict()
     give_one_table(model, longest)
-    policy = Policy(model, Scoring(fp32_head=False))
+    policy = Policy(model, fp32_head=False)
     assert model.config.to_dict() == exported
     assert "max_trained_positions" not in str(with_one_table(model.config, longest))  # which only vLLM would follow
 
@@ -54,9 +54,9 @@ def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, ro
     replay = Replay(policy, Trace("", rollouts, Sampling(1.0, 1)))
     with torch.no_grad():
         alone = torch.cat([oracle(torch.tensor([row.prompt_ids + row.token_ids])).logits[0, 2:-1] for row in rollouts])
-        found = {body.__name__: policy.changed(body=body).logprobs(batch)[response]
-                 for body in (plain_body, prompts_once, decoded_body)}  # fmt: skip
-        logits = policy.logits(replay.hidden(dict(model.named_parameters()), block=2))
+        found = {body.__name__: policy.changed(body=body).score(batch)["logprobs"][response]
+                 for body in (row_by_row, prompts_once, decoded_body)}  # fmt: skip
+        logits = policy.head.logits(replay.hidden(dict(model.named_parameters()), block=2))
     of_targets = lambda each: each.log_softmax(dim=-1).gather(1, replay.targets[:, None])[:, 0]  # noqa: E731
     found |= {"replay": of_targets(logits), "sampled": batch.behavior_logprobs[response].double()}
     for body, logprobs in found.items():

@@ -8,6 +8,7 @@ from gpu_path import RUNNER, triton_numpy
 from helpers import (
     PROMPTS,
     ROUNDING,
+    at,
     command,
     mismatch_of,
     qwen2,
@@ -17,9 +18,9 @@ from helpers import (
 )
 
 from engine_adapter import Sampling, reseed
-from extras.sampling_mask import SamplingMask, masked_logits
+from extras.sampling_mask import masked_logits, policy_options
 from probe.diagnose import ALARMS, alarms
-from rl import Policy, Scoring, make_batch
+from rl import Policy, make_batch
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(RUNNER != "v2", reason="needs RUNNER=v2")]
 ENDLESS = Sampling(0.7, 24)
@@ -117,7 +118,7 @@ def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(engine_folder
     with started(engine_folder, policy, max_num_seqs=128) as engine:
         reseed(0)
         batch = make_batch(engine.generate(PROMPTS, 24, sampling))  # more than 64 rows
-    found = policy.changed(scoring=Scoring(0.4, support=SamplingMask(sampling))).token_metrics(batch)
+    found = at(policy, 0.4).changed(**policy_options(sampling)).token_metrics(batch)
     assert (found["logprobs"] - batch.behavior_logprobs).abs().mean() < ROUNDING
     too_few = (found["kept_mass"] - found["engine_kept_mass"]).sum() / batch.mask.sum()
     assert too_few > ALARMS["kept_mass_error"]

@@ -6,6 +6,7 @@ from helpers import (
     DEVICES,
     PROMPTS,
     ROUNDING,
+    at,
     built,
     by_the_book,
     command,
@@ -18,10 +19,10 @@ from helpers import (
 )
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, reseed
-from extras.sampling_mask import SamplingMask, masked_logits
+from extras.sampling_mask import kept_sets, masked_logits, policy_options
 from extras.transformers_engine import TransformersEngine
 from report.metrics import of_mismatch
-from rl import Policy, Scoring, in_micro_batches, make_batch
+from rl import Policy, in_micro_batches, make_batch
 from train import answer_held_out
 
 MASKS = [dict(top_k=5, top_p=0.9), dict(min_p=0.05), dict(min_p=0.02, top_k=20, top_p=0.95)]
@@ -35,7 +36,7 @@ def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
 def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, policy.device)
-    policy = policy.changed(scoring=Scoring(1.3, support=SamplingMask(Sampling(1.3, 12, **mask))))
+    policy = at(policy, 1.3).changed(**policy_options(Sampling(1.3, 12, **mask)))
     values = in_micro_batches(policy.token_metrics, batch, minibatches_of(batch, 1, 100))
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return of_mismatch(values["logprobs"], batch.behavior_logprobs, batch.mask), means
@@ -117,14 +118,12 @@ def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution()
 
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
-def test_kept_sets_that_are_not_of_all_tokens_or_that_the_policy_would_ignore_are_refused():
+def test_kept_sets_that_are_not_of_all_tokens_are_refused():
     """That rows of a batch take theirs along is in test_rl.py."""
     rollout = Rollout([5, 6], 0, [7, 8], [-0.1] * 2, kept=[torch.tensor([7, 1]).numpy()])
     batch = make_batch([rollout])
     with pytest.raises(AssertionError, match="of all tokens of a row"):
-        SamplingMask(Sampling(1.0, 3)).restriction(batch, batch.mask > 0)
-    with pytest.raises(AssertionError, match="kept sets, but the softmax is over the vocabulary"):
-        Policy(qwen2(tied=False)).logprobs(batch)
+        kept_sets(batch, batch.mask > 0)
 
 
 def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds():

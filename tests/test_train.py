@@ -60,6 +60,12 @@ def test_options_arrive_where_they_act(good, tmp_path):
     assert torch.equal(first, drawn * first.shape[1] ** -0.5)
 
 
+@pytest.mark.parametrize("once, body", [(True, "prompts_once"), (False, "row_by_row")])
+def test_prompts_are_computed_once_unless_rows_are_asked_for(good, tmp_path, once, body):
+    """Values and gradients of both bodies: test_architectures.py."""
+    assert built(good, tmp_path, prompts_once=once).policy.audit()["body"] == body
+
+
 def test_no_step_is_probed_unasked(good, tmp_path):
     assert built(good, tmp_path / "no").parts.observers == []
     trainer = built(good, tmp_path / "planned", probe_every=2)

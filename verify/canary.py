@@ -59,7 +59,7 @@ def sample(
 class Sides(NamedTuple):
     """Log-probabilities of the canary's tokens, (B, T)."""
 
-    of_trainer: Callable[..., Tensor]  # the trainer's, by another body or scoring
+    of_trainer: Callable[..., Tensor]  # the trainer's, by another body or head
     trainer: Tensor
     engine: Tensor
 
@@ -70,8 +70,8 @@ def both_sides(engine: Any, trainer_logprobs: TrainerLogprobs, *request: int) ->
     sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
     prompt_length = len(rollouts[0].prompt_ids)
 
-    def of_trainer(*body: Any, **scoring: Any) -> Tensor:
-        return torch.tensor(trainer_logprobs(sequences, prompt_length, *body, **scoring))
+    def of_trainer(**changes: Any) -> Tensor:
+        return torch.tensor(trainer_logprobs(sequences, prompt_length, **changes))
 
     reported = torch.tensor([rollout.logprobs for rollout in rollouts])
     return Sides(of_trainer, of_trainer(), reported)
@@ -109,7 +109,7 @@ def check(engine: Any, trainer_logprobs: TrainerLogprobs, of_length: int = 0) ->
         return
     fault = "the engine does not hold the trainer's weights"
     if first:  # or one of the two sides computes this model wrongly
-        sides.of_trainer(checked_body)
+        sides.of_trainer(body=checked_body)
         beyond = f" after {of_length} tokens, beyond its original context" if of_length else ""
         fault += f", or vLLM computes {engine.config.model_type} differently{beyond}"
         fault = disagreement(*sides, average, limit) or fault

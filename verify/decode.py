@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def decoded_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
-    """As `rl.plain_body`, with transformers' cache: the prompts in one pass, then token by token.
+    """As `rl.row_by_row`, with transformers' cache: the prompts in one pass, then token by token.
 
     The prompts have one length. A failed canary compares the two before it blames vLLM.
     """
@@ -33,7 +33,7 @@ def disagreement(
     the model so: then nothing is known.
     """
     with suppress(Exception):
-        decoded = by_body(decoded_body)
+        decoded = by_body(body=decoded_body)
         own, apart = (average((decoded - side).abs()).item() for side in (trainer, engine))
         if own > tolerance:
             return ("the trainer disagrees with itself: its forward pass differs by"

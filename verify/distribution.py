@@ -48,7 +48,7 @@ def check(
             return logprobs(policy.model(input_ids=batch.inputs, use_cache=False).logits)
 
     with policy.using(policy.send.engine_parameters()):
-        scored = policy.logprobs(batch)  # (B, T)
+        scored = policy.score(batch)["logprobs"]  # (B, T)
         precise = rounded = logprobs(checked_logits(policy, batch.inputs))
         if policy.model.dtype in SIXTEEN:
             precise = attempted(in_float32)

@@ -17,11 +17,11 @@ def checked_logits(policy: Any, inputs: Tensor) -> Tensor:
     and scaling.
     """
     theirs = policy.model(input_ids=inputs, use_cache=False).logits
-    ours = policy.logits(policy.hidden(inputs))
+    ours = policy.head.logits(policy.hidden(inputs).flatten(0, 1))  # (B T, V)
     # fp32 agrees to rounding; a 16-bit head rounds each logit to 8 or 11 bits, and soft-capping
     # does it twice.
     allowed = theirs.abs().max() * (1e-5 if policy.model.dtype == torch.float32 else 2**-6) + 1e-6
-    difference = (ours - theirs.float()).abs().max()
+    difference = (ours - theirs.flatten(0, 1).float()).abs().max()
     if not difference <= allowed:
         raise ValueError(f"{type(policy.model).__name__} does more after its head than the trainer"
                          f" reproduces: the logits differ by {difference:.1e}, more than"
@@ -36,6 +36,6 @@ def check_head(policy: Any) -> None:
 
 
 def checked_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
-    """As `rl.plain_body`, for a failed canary: it is not vLLM's fault if the head is wrong."""
+    """As `rl.row_by_row`, for a failed canary: it is not vLLM's fault if the head is wrong."""
     checked_logits(policy, batch.inputs)
     return policy.hidden(batch.inputs)[response]

@@ -45,7 +45,7 @@ def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
 
 
 def precise_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
-    """As `rl.plain_body`, in float32."""
+    """As `rl.row_by_row`, in float32."""
     with InFloat32():
         return policy.hidden(batch.inputs)[response]
 
@@ -61,12 +61,12 @@ def measure(
     of few tokens vary. If the engine's head has 16 bits, its rounding is noise too.
     """
     first = engine.weight_version == 1
-    fp32_head = engine.settings["head_dtype"] == "float32"
+    head_dtype = getattr(torch, engine.settings["head_dtype"])
     differences, noises = [], []
     while True:
         differences.append((sides.trainer - sides.engine).abs().flatten())
         difference = average(torch.cat(differences)).item()
-        precise = attempted(partial(sides.of_trainer, precise_body, fp32_head=fp32_head))
+        precise = attempted(partial(sides.of_trainer, body=precise_body, head_dtype=head_dtype))
         if precise is None:
             return difference, UNMEASURED
         noises.append((sides.trainer - precise).abs().flatten())

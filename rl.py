@@ -59,13 +59,10 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
-    # The next four are set by `corrected`, for the loss.
+    # The next three are set by train.with_loss_terms.
     denominator: Tensor | None = None  # log-probabilities of the ratio's denominator
     correction: Tensor | None = None  # weights of the loss, 0 on tokens without a policy gradient
     token_weights: Tensor | None = None  # `loss_weights` of the minibatch
-    # (B,), bool: whether the row's loss can have a gradient. train.py's `has_signal` is computed
-    # from scores alone; this one also knows the correction and the KL term.
-    has_gradient: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""

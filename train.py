@@ -63,7 +63,7 @@ from report.files import (
     TABLES,
     append_rows,
     checkpoints,
-    provenance,
+    record_of,
     save_checkpoint,
 )
 from report.log import answer_line, log_line
@@ -78,7 +78,6 @@ from rl import (
 )
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
-from tasks.prompts import prompts_record
 from verify import distribution
 from verify.start import check_vllm_version
 
@@ -417,7 +416,7 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
         prompts = [problem.prompt_ids for problem in run.task.train]
         sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
         distribution.check(policy, engine, sampled, parts.stated)
-    record = record_of(trainer)
+    record = record_of(run, policy, engine)
     for change in parts.on_record:
         record = change(record)
     replace_file(run.out / "config.json", json.dumps(record, indent=2))
@@ -427,22 +426,6 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
     for prepare_first_step in parts.at_begin:
         prepare_first_step(trainer, record)
     return trainer
-
-
-def record_of(trainer: Trainer) -> dict[str, Any]:
-    """config.json: options, what is in force on both sides, versions, problems, digests."""
-    run, policy, engine = trainer.run, trainer.policy, trainer.engine
-    task, record = run.task, provenance(policy.device)
-    record["versions"]["vllm"] = engine.vllm_version
-    evaluated = min(len(task.held_out), run.config.eval_problems)
-    return record | {
-        "config": run.config.flat(), "audit": engine.settings,
-        "trainer": policy.audit() | {"model_path": run.folder},
-        "problems": {"train": len(task.train), "held_out": len(task.held_out),
-                     "evaluated": f"{evaluated}, at each step the same, chosen by the seed",
-                     "dropped": task.num_dropped, "merged": task.num_repeated},
-        "files": run.files, "prompts": prompts_record(task),
-    }
 
 
 # ---------------------------------------------------------------------------------- the loop
@@ -545,29 +528,24 @@ def has_loss(rollout: Rollout, config: Config) -> bool:
 Reject = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def corrected(
+def with_loss_terms(
     batch: Batch, minibatches: Minibatches, config: Config, reject: Reject | None
 ) -> Batch:
-    """The batch with all that the loss needs."""
-    sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = CORRECTIONS[config.tis](*sides, config.tis_cap)  # (B, T)
-    counted = batch.mask  # by the loss's mean
+    """The batch with the ratio's denominator, the correction and the weights of the loss."""
+    both_sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = CORRECTIONS[config.tis](*both_sides, config.tis_cap)  # (B, T)
+    averaged = batch.mask  # the tokens of the loss's mean
     if reject:
-        rejected, counted = reject(*sides)
+        rejected, averaged = reject(*both_sides)
         correction = correction * ~rejected
     token_weights = torch.zeros_like(batch.mask)
     for micro_batches in minibatches:
         rows = torch.cat(micro_batches)
         token_weights[rows] = loss_weights(
-            counted[rows], OBJECTIVES[config.objective].normalizer, config.max_new_tokens)
-    denominator = batch.old_logprobs
-    if config.two_policy:
-        denominator = batch.behavior_logprobs
-    token_has_signal = correction * batch.advantages != 0  # (B, T)
-    token_has_kl = config.kl_coef * token_weights > 0
+            averaged[rows], OBJECTIVES[config.objective].normalizer, config.max_new_tokens)
+    denominator = batch.behavior_logprobs if config.two_policy else batch.old_logprobs
     return replace(batch, denominator=denominator, correction=correction,
-                   token_weights=token_weights,
-                   has_gradient=(token_has_signal | token_has_kl).any(dim=1))
+                   token_weights=token_weights)
 
 
 def update(
@@ -577,27 +555,29 @@ def update(
     """One pass over the batch: an optimizer step for each minibatch.
 
     loss = sum_t token_weights_t (correction_t * surrogate_t + kl_loss_t). The losses of
-    micro-batches simply add up. A minibatch without signal (all its groups are flat or masked, or
+    micro-batches simply add up. A minibatch whose rows have no gradient (all are flat or masked, or
     their correction is 0, and there is no KL term) takes no step and counts in `skipped_updates`:
     otherwise AdamW would move the weights by momentum alone. With a KL term it counts in
     `kl_only_updates`.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    surrogate, sums = OBJECTIVES[config.objective].surrogate, metrics.Sums()
-    batch = corrected(batch, minibatches, config, reject)
+    objective, sums = OBJECTIVES[config.objective], metrics.Sums()
+    batch = with_loss_terms(batch, minibatches, config, reject)
+    from_reward = (batch.correction * batch.advantages != 0).any(dim=1)  # (B,), has a gradient
+    from_kl = (config.kl_coef * batch.token_weights > 0).any(dim=1)  # (B,)
     with optimizer.on_device():
         for micro_batches in minibatches:
             of_minibatch = torch.cat(micro_batches)
-            if not batch.has_gradient[of_minibatch].any():
+            if not (from_reward | from_kl)[of_minibatch].any():
                 continue
             for rows in micro_batches:
                 micro = batch.select(rows)
-                with torch.set_grad_enabled(bool(micro.has_gradient.any())):
+                with torch.set_grad_enabled(bool((from_reward | from_kl)[rows].any())):
                     logprobs = policy.score(micro)["logprobs"]  # (b, T)
-                has_weight = micro.correction > 0  # (b, T), false outside the mask, too
-                token_loss, clipped = surrogate(
-                    logprobs, micro.denominator, micro.advantages, has_weight, config.clip)
+                token_loss, clipped = objective.surrogate(
+                    logprobs, micro.denominator, micro.advantages, micro.correction > 0,
+                    config.clip)
                 token_loss = micro.correction * token_loss
                 if config.kl_coef:
                     token_loss = token_loss + kl_loss(
@@ -608,8 +588,7 @@ def update(
                     optimizer.backward(loss)
                 sums.add(logprobs.detach(), micro.denominator, micro.ref_logprobs, clipped,
                          micro.token_weights, loss.item())
-            has_signal = (batch.correction * batch.advantages)[of_minibatch].any()
-            sums.step(optimizer.step(lr), kl_only=not has_signal)
+            sums.step(optimizer.step(lr), kl_only=not from_reward[of_minibatch].any())
     figures = sums.figures(len(minibatches))
     if config.tis != "off" or reject:
         figures |= metrics.of_correction(batch.correction, batch.mask, config.tis_cap)

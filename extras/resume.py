@@ -11,7 +11,6 @@ import torch
 
 from report.errors import replace_file, stage
 from report.files import TABLES, checkpoints, read_rows
-from tasks.prompts import prompts_record
 
 NOT_OF_THE_EXPERIMENT = {"resume"}
 # Options of earlier versions, with the value that is in force without them.
@@ -67,7 +66,7 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     before = {name: value for name, value in before.items() if name not in free}
     refuse_changes("options", run.config.experiment | REMOVED, before)
     refuse_changes("model and its task", run.files, earlier["files"])
-    refuse_other_prompts(prompts_record(run.task), earlier["prompts"])
+    refuse_other_prompts(run.task.prompts_record, earlier["prompts"])
     if not paths:
         # At most step 0 and the steps up to the first checkpoint.
         if len(read_rows(run.out / "metrics.jsonl")) > options.checkpoint_every + 1:

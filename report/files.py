@@ -30,6 +30,21 @@ def provenance(device: torch.device) -> dict[str, Any]:
             "dirty": bool(dirty) if commit else None}
 
 
+def record_of(run: Any, policy: Any, engine: Any) -> dict[str, Any]:
+    """config.json: options, what is in force on both sides, versions, problems, digests."""
+    task, record = run.task, provenance(policy.device)
+    record["versions"]["vllm"] = engine.vllm_version
+    evaluated = min(len(task.held_out), run.config.eval_problems)
+    return record | {
+        "config": run.config.flat(), "audit": engine.settings,
+        "trainer": policy.audit() | {"model_path": run.folder},
+        "problems": {"train": len(task.train), "held_out": len(task.held_out),
+                     "evaluated": f"{evaluated}, at each step the same, chosen by the seed",
+                     "dropped": task.num_dropped, "merged": task.num_repeated},
+        "files": run.files, "prompts": task.prompts_record,
+    }
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a table, without a last one that a kill has cut off; none without a table."""
     with stage(f"reading {path}"):

@@ -154,6 +154,13 @@ class Task:
         return [problem.prompt_ids for problem in self.problems]
 
     @property
+    def prompts_record(self) -> dict[str, str]:
+        """A digest of all prompts, and the first one with its special tokens: what the model sees.
+        """
+        first = self.tokenizer.decode(self.train[0].prompt_ids)
+        return {"digest": digest(self.prompts), "first": first}
+
+    @property
     def fingerprint(self) -> str:
         """Digest of all problems in their order, and of the texts of task files."""
         problems = [(problem.key, problem.answer, problem.row) for problem in self.problems]

@@ -9,7 +9,7 @@ from tasks import Task
 from tasks.model_folder import check_tokens, describe_model, local_folder
 from tasks.options import Options
 from tasks.problem_files import load_task, try_reward
-from tasks.prompts import encode, fitting, prompts_record
+from tasks.prompts import encode, fitting
 
 
 class Job(NamedTuple):
@@ -45,7 +45,7 @@ def find_job(task: str, seed: int, data: Options, model: str, max_new_tokens: in
     context = getattr(config, "max_position_embeddings", math.inf)
     problems = fitting(problems, context, max_new_tokens, data)
     try_reward(problems)
-    print(f"first prompt: {shown(prompts_record(problems)['first'])}", flush=True)
+    print(f"first prompt: {shown(problems.prompts_record['first'])}", flush=True)
     return Job(problems, folder, config, stop)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from report.errors import stage
-from tasks import Problem, Task, digest
+from tasks import Problem, Task
 from tasks.options import Options
 from tasks.split import refuse_or_drop
 
@@ -97,9 +97,3 @@ def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> T
         raise ValueError(f"{len(overlong)} {what}, all of the"
                          f" {'held-out' if train else 'training'} problems")
     return replace(task, train=train, held_out=held_out, num_dropped=len(overlong))
-
-
-def prompts_record(task: Task) -> dict[str, str]:
-    """A digest of all prompts, and the first one with its special tokens: what the model sees."""
-    first = task.tokenizer.decode(task.train[0].prompt_ids)
-    return {"digest": digest(task.prompts), "first": first}

@@ -18,7 +18,7 @@ from extras.notices import check_task
 from tasks import Problem, Task, exact_match
 from tasks.model_folder import load_tokenizer
 from tasks.options import Options
-from tasks.prompts import encode, fitting, prompts_record
+from tasks.prompts import encode, fitting
 from train import Run
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
@@ -167,7 +167,7 @@ def test_a_chat_template_that_a_folder_keeps_for_a_processor_is_the_tokenizers(t
 
 
 def test_the_record_of_prompts_has_a_digest_of_all():
-    one, other = (prompts_record(encoded(CHATML, QUESTION, Problem(text, "", ""))) for text in ("a", "b"))
+    one, other = (encoded(CHATML, QUESTION, Problem(text, "", "")).prompts_record for text in ("a", "b"))
     assert one["first"] == other["first"]
     assert one["digest"] != other["digest"]
 

@@ -644,7 +644,7 @@ def log(trainer: Trainer, figures: dict[str, Any]) -> None:
     """All of it to metrics.jsonl and other writers, pictures, one line to the terminal."""
     run = trainer.run
     append_rows(run.out / "metrics.jsonl", [figures])
-    print(log_line(figures, run.config.flat(), extras.ENDINGS), flush=True)
+    print(log_line(figures, run.config.steps, extras.ENDINGS), flush=True)
     draw_at_evaluation(run.out, figures)
     for write in trainer.parts.writers:
         write(figures)

@@ -13,7 +13,7 @@ from torch import Tensor
 from objectives import OBJECTIVES, kl_k3, row_ratio, token_ratio
 from report.errors import LARGEST, SMALLEST, within
 
-ENDINGS = {"rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}"}
+ENDINGS = {"rejected_frac": " | {rejected_frac:.1%} of tokens rejected"}
 
 
 # ---------------------------------------------------------------------------------- statistics

@@ -40,18 +40,17 @@ class Columns(Formatter):
         return f"{text} ({left_out} LEFT OUT)" if left_out else text
 
 
-def log_line(figures: dict[str, Any], options: dict[str, Any], endings: dict[str, str]) -> str:
+def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> str:
     """One line per step in fixed columns; a degenerate batch and an evaluation are named after.
 
-    `options`: those of the run, flat. `endings`: further ones, of extras.
+    `endings`: further ones, of extras.
     """
     terms = ", ".join(f"{name.removeprefix('reward/')} {value:.3f}"
                       for name, value in figures.items() if name.startswith("reward/"))
     minutes, seconds = divmod(round(figures.get("left_s", 0)), 60)
     left = f"{minutes} min" if minutes else f"{seconds} s"
-    words = {"terms": escaped(terms and f" ({terms})"), "left": left,
-             "all_truncated": figures.get("trunc_frac") == 1}
-    figures = options | figures | words
+    figures = figures | {"terms": escaped(terms and f" ({terms})"), "left": left, "steps": steps,
+                         "all_truncated": figures.get("trunc_frac") == 1}
     line = "step {step:>3}/{steps}"
     if "reward" in figures:
         line += STEP

@@ -66,7 +66,7 @@ LINE = (
     " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 (8 LEFT OUT)"
     " agree 1.000 | in flight 3 stale 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to preemption: raise"
     " --kv-cache-gib | trainer alone 0.000 | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own"
-    " mask | 25.0% of tokens rejected by trm"
+    " mask | 25.0% of tokens rejected"
 )  # fmt: skip
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     (MEASURED, LINE), ({"eval_reward": None}, "| eval - greedy - agree -"),
@@ -77,7 +77,7 @@ LINES = [  # a step without a signal has no gradient, and a batch of stale rows 
 
 @pytest.mark.parametrize("metrics, line", LINES, ids=len)
 def test_the_line_of_a_step(metrics, line):
-    assert log_line({"step": 0} | metrics, {"steps": 9, "reject": "trm"}, ENDINGS) == f"step   0/9 {line}"
+    assert log_line({"step": 0} | metrics, 9, ENDINGS) == f"step   0/9 {line}"
 
 
 def test_an_answer_is_one_short_line_that_any_terminal_shows():

@@ -113,12 +113,6 @@ LEARNING = ("reward", "eval_reward", "eval_trainer_alone", "eval_agree", "entrop
 BACKEND = ("mismatch", "mismatch_current", "mismatch_max", "self_noise", "mismatch_noise",
            "backend_clip", "backend_ratio", "kept_mass", "outside", "ess", "staleness", "wasted",
            "tokens_s", "probe")
-PANELS = {  # of the picture, by field
-    "reward": "reward", "entropy": "entropy, nats", "clip_rate": "clip rate",
-    "kl_old_new": "KL(old, new), nats (log)",
-    "current_mismatch_abs_mean": "mismatch, current weights, nats (log)",
-    "eval_reward_trainer_alone": "held-out reward, trainer alone",
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------- cells
@@ -140,12 +134,10 @@ class Study(NamedTuple):
     workload: str
     cells: dict[str, Cell]
     metrics: tuple[str, ...]
-    drawn: tuple[str, ...] = ()  # the cells of the picture
     steps: int = 40
     seeds: int = 3
     jobs: int = 2  # runs at the same time; they share the CPU threads
-    # The first cells are worth most: the record is written after each run, with the steps of those
-    # that have not finished.
+    # The first cells are worth most: runs that have not finished count with the steps they have.
     piecewise: bool = False
     rehearsal: str = ""  # options that come last without a GPU
 
@@ -277,12 +269,10 @@ GPU_CELLS = {
 }
 
 STUDIES = {
-    "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,
-                    ("transformers", "v1-defaults", "parity")),
+    "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND),
     "real": Study(
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
-        ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,
-        jobs=1),
+        steps=20, jobs=1),
     # --train-args: a user's model and task, on the defaults of train.py.
     "own": Study("", against("parity", REAL_ARMS),
                  ("mismatch_current", "backend_clip", "eval_agree", "reward"), steps=60, seeds=1,

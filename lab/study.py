@@ -3,19 +3,19 @@
     python -m lab.study ladder --cells parity 'v1-*' --seeds 0 1 2 --out runs/ladder
     python -m lab.study ladder --print
 
-The first command runs each cell with each seed and writes a record (JSON) and a picture. The second
-prints the table of a record in docs/records and runs nothing; the study of the record may be gone
-from lab/cells.py, which lists the cells.
+The first command runs each cell with each seed and writes a record (JSON). The second prints the
+table of a record in docs/records and runs nothing; the study of the record may be gone from
+lab/cells.py, which lists the cells.
 
 Seeds are the outer loop, so the cells of a benchmark alternate. Each run is a process of its own,
 forked from one that has imported everything; on a GPU, whose state cannot be forked, it is a fresh
 process. A second call repeats what has not finished. All finished runs in OUT belong to the record:
 the call is refused if one of them has other options than this call would give it.
 
-With --minutes the call ends in time, its imports included: a run that exceeds its limit is killed
-with the processes that it has started. The record of the study `gpu` is written after each run. Its
-runs that were killed or crashed count with the steps they have, and the table names them. Without a
-GPU it is a rehearsal, with tiny shapes.
+The record is written after each run. With --minutes the call ends in time, its imports included: a
+run that exceeds its limit is killed with the processes that it has started. Runs of the study `gpu`
+that were killed or crashed count with the steps they have, and the table names them. Without a GPU
+it is a rehearsal, with tiny shapes.
 """
 
 import fnmatch
@@ -40,14 +40,13 @@ from statistics import stdev
 from threading import Thread
 from typing import Any, Literal
 
-import numpy
 import psutil
 import torch
 import tyro
 
 import lab
 from engine_adapter import prepare_environment
-from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
+from lab.cells import METRICS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
 from report.errors import (
@@ -70,7 +69,7 @@ RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESERVE = 5.0  # seconds of --minutes for killing the last run and printing the table
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
-IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
+IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine",
             "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
@@ -82,7 +81,7 @@ class Options:
     """What to run, or what to print."""
 
     study: tyro.conf.Positional[str]  # ladder, real, own, bench or gpu; with --print, a record.
-    out: str | None = None  # Folder of runs, record and picture; if not given, runs/STUDY.
+    out: str | None = None  # Folder of runs and record; if not given, runs/STUDY.
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
@@ -99,7 +98,7 @@ class Options:
     # Print the table of a record and run nothing; without a path, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
-    narrow: bool = False  # Means alone, for a terminal; their picture is OUT/STUDY-means.png.
+    narrow: bool = False  # Means alone, under the names of the metrics.
 
     def __post_init__(self):
         if self.print is None and self.study not in STUDIES:
@@ -259,13 +258,13 @@ def last_line(folder: Path) -> str:
 
 
 def in_processes(
-    tasks: list[tuple], jobs: int, end: float, after: Callable[[str, Errors], None]
+    tasks: list[tuple], jobs: int, end: float, after: Callable[[Errors], None]
 ) -> Errors:
     """Call each (limit, function, folder, more arguments) in a process of its own.
 
     There are `jobs` at a time. A process is killed after its limit (seconds) and at the time `end`;
-    from then on none is started. `after` is called with the name of each folder and the errors so
-    far. Returns the errors of those that failed.
+    from then on none is started. `after` is called after each one, with the errors so far. Returns
+    the errors of those that failed.
     """
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -304,7 +303,7 @@ def in_processes(
         for line in Path(f"{folder}.log").read_text(errors="replace").splitlines():
             if "WITHOUT EFFECT" in line:
                 print(f"    {line}", flush=True)
-        after(folder.name, failed)
+        after(failed)
 
 
 def run_all(plan: Plan) -> Errors:
@@ -328,20 +327,7 @@ def run_all(plan: Plan) -> Errors:
             tasks.setdefault(model, (limit, write_model, model, run.cell.model, config.seed))
         tasks[run.folder] = limit, execute, run.folder, run, origin
     end = lab.STARTED + seconds - RESERVE
-    return in_processes([*tasks.values()], jobs, end, partial(note, plan))
-
-
-def note(plan: Plan, run: str, crashed: Errors) -> None:
-    """After each run of a piecewise study: the record so far, and the run's figures."""
-    if not plan.study.piecewise:
-        return
-    name = run.rpartition("-seed")[0]
-    cell = write_record(plan, crashed)["cells"].get(name)
-    if cell:
-        figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
-                   for each in cell["metrics"] if by_seed(cell, each)]
-        expected = f"expected: {plan.study.cells[name].expected}"
-        print("   ", "; ".join([*figures, expected]), flush=True)
+    return in_processes([*tasks.values()], jobs, end, partial(write_record, plan))
 
 
 # ---------------------------------------------------------------------------------- the record
@@ -359,12 +345,6 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
             "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
                         for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
-        if name in plan.study.drawn:
-            cells[name]["curves"] = {
-                each: [[row.get(each) for row in rows if row["step"]] for rows in tables]
-                for each in PANELS}
-    if not cells and not plan.study.piecewise:
-        sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
     for name in ("command", "device", "commit", "wide_products"):
         record[name] = distinct(origin.get(name) for origin in origins)
@@ -415,14 +395,19 @@ def by_seed(cell: Record, name: str) -> Values:
     return {seed: value for seed, value in values if value is not None}
 
 
-def text_of(metric: Metric, ours: Values, theirs: Values) -> str:
-    """`mean (smallest to largest); difference ± half of its interval`, empty if not measured."""
+def text_of(metric: Metric, ours: Values, theirs: Values, narrow: bool = False) -> str:
+    """`mean (smallest to largest); difference ± half of its interval`, empty if not measured.
+
+    `narrow`: the mean alone.
+    """
     if not ours:
         return ""
     values, form = list(ours.values()), metric.form
     if isinstance(values[0], str):
         return " / ".join(dict.fromkeys(values))
     text = f"{mean(values):{form}}"
+    if narrow:
+        return text
     if len(values) > 1:
         text += f" ({min(values):{form}} to {max(values):{form}})"
     difference, half = paired(ours, theirs)
@@ -451,91 +436,41 @@ def described(name: str) -> Metric:
     return METRICS.get(name) or Metric(name, ".3g")
 
 
-def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
+def report(record: Record, options: Options, chosen: list[str]) -> str:
     """Where the figures come from, and the table of the chosen cells.
 
-    `metrics`: its columns, if given; those without a figure are left out.
+    Its columns are those of the options, if given; those without a figure are left out.
     """
     cells = record["cells"]
-    measured = [each for each in metrics or usual_columns(record)
+    measured = [each for each in options.metrics or usual_columns(record)
                 if any(by_seed(cells[name], each) for name in chosen)]
-    rows = [["cell", "seeds", "baseline", *(described(each).title for each in measured)]]
+    titles = measured if options.narrow else [described(each).title for each in measured]
+    rows = [["cell", "seeds", "baseline", *titles]]
     for name in chosen:
         cell = cells[name]
         base = cell["baseline"]
         if base == name or base not in cells:
             base = ""
-        theirs = cells.get(base, {"seeds": [], "metrics": {}})
-        texts = [text_of(described(each), by_seed(cell, each), by_seed(theirs, each))
-                 for each in measured]
-        rows.append([name, str(len(cell["seeds"])), base, *texts])
+        row = [name, str(len(cell["seeds"])), base]
+        for metric in measured:
+            theirs = by_seed(cells[base], metric) if base else {}
+            row.append(text_of(described(metric), by_seed(cell, metric), theirs, options.narrow))
+        rows.append(row)
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
     wide = record.get("wide_products")  # of lab.products
     products = f" (products of {wide} in float32, rounded)" if wide else ""
+    caption = "Mean over the seeds."
+    if not options.narrow:
+        caption = ("Mean (smallest to largest) over the seeds; the mean difference to the baseline"
+                   " at equal seeds ± half of its 95 % interval.")
     text = (
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
-        f" {record['commit']}{changed}.\n\n"
-        "Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
-        f" seeds ± half of its 95 % interval.\n\n{markdown(rows)}"
+        f" {record['commit']}{changed}.\n\n{caption}\n\n{markdown(rows)}"
     )
     title = "outcomes" if "outcomes" in record else "crashed"
     listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
     return f"{text}\n\n**{title.capitalize()}**\n{listed}" if listed else text
-
-
-def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
-    """The means over the seeds, by the names of the metrics, in aligned columns."""
-    metrics = metrics or tuple(usual_columns(record))
-    rows = [["", *metrics]]
-    for name in chosen:
-        found = [by_seed(record["cells"][name], each) for each in metrics]
-        rows.append([name, *(text_of(described(each), values, {}).partition(" (")[0]
-                             for each, values in zip(metrics, found, strict=True))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
-             for first, *others in rows]
-    return "\n".join([*lines, *(f"{run} CRASHED: {why}" for run, why in record["crashed"].items())])
-
-
-# ---------------------------------------------------------------------------------- the picture
-def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path: Path) -> None:
-    """A bar for each cell: mean and range over the seeds of each metric that is a number."""
-    from matplotlib.figure import Figure
-
-    numbers = [each for each in metrics if METRICS[each].form]
-    if not numbers:
-        return
-    figure = Figure(figsize=(4 * len(numbers) + 2, 0.4 * len(chosen) + 1), layout="constrained")
-    axes = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
-    for axis, name in zip(axes, numbers, strict=True):
-        for row, cell in enumerate(chosen):
-            values = list(by_seed(record["cells"][cell], name).values())
-            if values:
-                axis.barh(row, mean(values), color="C0")
-                axis.plot([min(values), max(values)], [row, row], color="black")
-        axis.set(title=METRICS[name].title, yticks=range(len(chosen)), yticklabels=chosen)
-    axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
-
-
-def draw(curves: Record, path: Path) -> None:
-    """The curves of each cell by field: mean and range over the seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 8), layout="constrained")
-    for axis, (field, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
-        for name, fields in curves.items():
-            values = numpy.array(fields[field], dtype=float)  # (seeds, steps), NaN for None
-            measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
-            values = values[:, measured]
-            axis.plot(measured + 1, values.mean(axis=0), label=name)
-            axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
-        axis.set(title=title, xlabel="step")
-        axis.legend(fontsize=8)
-        if title.endswith("(log)"):
-            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
-    figure.savefig(path, dpi=110)
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -550,26 +485,15 @@ def main(arguments: list[str] | None = None) -> int:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])
             with stage(f"reading the record {path}"):
                 record = read_json(path)
-                cells = record["cells"]
-                shown = means if options.narrow else report
-            print(shown(record, options.metrics, options.chosen(cells)))
+                print(report(record, options, options.chosen(record["cells"])))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         if plan.rehearsal:
             print("no GPU: a rehearsal on a CPU, with tiny shapes", flush=True)
         with locked(str(plan.out)):
             record = write_record(plan, run_all(plan))
-            curves = {name: cell["curves"] for name, cell in record["cells"].items()
-                      if "curves" in cell}
-            if curves:
-                draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    table = report(record, options.metrics, chosen)
-    if options.narrow:
-        table = means(record, options.metrics, chosen)
-        draw_means(record, options.metrics or plan.study.metrics, chosen,
-                   plan.out / f"{options.study}-means.png")
-    print(f"\n{table}\n\nwritten to {plan.record}")
+    print(f"\n{report(record, options, chosen)}\n\nwritten to {plan.record}")
     return 1 if record["crashed"] else 0
 
 

@@ -19,7 +19,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -238,35 +238,6 @@ class Core:
         warm_up = min(1.0, step / (self.lr_warmup_steps + 1))
         decay = 1 - (step - 1) / self.steps if self.lr_decay == "linear" else 1.0
         return self.lr * warm_up * decay
-
-    def flat(self) -> dict[str, Any]:
-        """All options by their own names, those of extras too, as in config.json."""
-        flat = {}
-        for name, value in vars(self).items():
-            group = is_dataclass(value) and name != "parity"
-            flat |= asdict(value) if group else {name: value}
-        return flat | {"parity": asdict(self.parity)}
-
-    def defaults(self) -> dict[str, Any]:
-        """The default of each option by its own name, without those of `parity`."""
-        groups = [self, *filter(is_dataclass, vars(self).values())]
-        return {option.name: option.default for group in groups for option in fields(group)
-                if option.default is not MISSING and group is not self.parity}
-
-    @property
-    def given(self) -> set[str]:
-        """The names of the options that are not at their defaults."""
-        flat = self.flat()
-        return {name for name, default in self.defaults().items() if flat[name] != default}
-
-    @property
-    def experiment(self) -> dict[str, Any]:
-        """The options that a resumed run must keep."""
-        free = extras.NOT_OF_THE_EXPERIMENT | {
-            "out", "cache_dir", "reward_workers", "chat_template_args"}
-        if self.lr_decay == "none":
-            free = free | {"steps"}
-        return {name: value for name, value in self.flat().items() if name not in free}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ Nothing heavy is imported at the top of a file: --help imports all of them.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import field, make_dataclass
+from dataclasses import MISSING, asdict, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,14 +31,50 @@ NAMES = (
     "tracker")  # fmt: skip
 FILES = {name: import_module(f"extras.{name}") for name in NAMES if find_spec(f"extras.{name}")}
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --lora.lora-rank
-Options = make_dataclass(
-    "Options", [(name, Flat[file.Options], field(default_factory=file.Options))
-                for name, file in FILES.items() if hasattr(file, "Options")], frozen=True)
-Options.__module__ = __name__  # for pickle
-NOT_OF_THE_EXPERIMENT = {name for file in FILES.values()
-                         for name in getattr(file, "NOT_OF_THE_EXPERIMENT", ())}
+# May change at --resume; the prompts have a digest of their own.
+NOT_OF_THE_EXPERIMENT = {"out", "cache_dir", "reward_workers", "chat_template_args"}.union(
+    *(getattr(file, "NOT_OF_THE_EXPERIMENT", ()) for file in FILES.values()))
 ENDINGS = {name: sentence for file in FILES.values()
            for name, sentence in getattr(file, "ENDINGS", {}).items()}
+
+
+class ByName:
+    """Options of several groups by their own names."""
+
+    def flat(self) -> dict[str, Any]:
+        """All options by their own names, those of extras too, as in config.json."""
+        flat = {}
+        for name, value in vars(self).items():
+            group = is_dataclass(value) and name != "parity"
+            flat |= asdict(value) if group else {name: value}
+        return flat | {"parity": asdict(self.parity)}
+
+    def defaults(self) -> dict[str, Any]:
+        """The default of each option by its own name, without those of `parity`."""
+        groups = [self, *filter(is_dataclass, vars(self).values())]
+        return {option.name: option.default for group in groups for option in fields(group)
+                if option.default is not MISSING and group is not self.parity}
+
+    @property
+    def given(self) -> set[str]:
+        """The names of the options that are not at their defaults."""
+        flat = self.flat()
+        return {name for name, default in self.defaults().items() if flat[name] != default}
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        """The options that a resumed run must keep."""
+        free = NOT_OF_THE_EXPERIMENT
+        if self.lr_decay == "none":
+            free = free | {"steps"}
+        return {name: value for name, value in self.flat().items() if name not in free}
+
+
+Options = make_dataclass(
+    "Options", [(name, Flat[file.Options], field(default_factory=file.Options))
+                for name, file in FILES.items() if hasattr(file, "Options")],
+    bases=(ByName,), frozen=True)
+Options.__module__ = __name__  # for pickle
 
 
 def each(hook: str, config: Any) -> Iterator[Callable]:

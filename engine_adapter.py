@@ -13,10 +13,8 @@ import ctypes
 import gc
 import itertools
 import math
-import os
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -258,20 +256,6 @@ def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
             else setting.default for setting in SETTINGS}
 
 
-def prepare_environment() -> None:
-    """What must be set before vLLM is imported."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # fp32 attention on a GPU is Triton's, with TF32 as its default.
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-    if not torch.cuda.is_available():
-        # Otherwise the first log-probability compiles a kernel for 17 s.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # 0.32 has no cascade attention at all.
-    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")
-
-
 # ---------------------------------------------------------------------------------- the engine
 class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds the trainer's weights.
@@ -303,7 +287,6 @@ class Engine:
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
-        prepare_environment()
         self.vllm_version, self.on_gpu = verify.check_machine(checks)
         from transformers import AutoConfig
 

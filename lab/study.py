@@ -45,7 +45,6 @@ import torch
 import tyro
 
 import lab
-from engine_adapter import prepare_environment
 from lab.cells import METRICS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
@@ -60,6 +59,7 @@ from report.errors import (
 )
 from report.files import provenance, read_rows
 from train import Config
+from verify.start import prepare_environment
 
 Record = dict[str, Any]  # as JSON has it
 Errors = dict[str, str]  # of runs, by the name of their folder

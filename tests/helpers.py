@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
 import verify
-from engine_adapter import Engine, ParityFlags, Rollout, Sampling, prepare_environment
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.rotary_table import give_one_table, with_one_table
 from extras.sampling_mask import collect_kept_sets
@@ -57,6 +57,7 @@ from tasks.job import teach_toy
 from tasks.options import Options
 from tasks.problem_files import load_task
 from train import Config, Trainer, begin, load_policy, parts_of, prepare
+from verify.start import prepare_environment
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]

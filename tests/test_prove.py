@@ -16,9 +16,9 @@ import torch
 from helpers import ROOT, close_live_engine, qwen2, run_script
 
 sys.path.insert(0, str(ROOT / "verify"))  # a stranger has proof.py beside these
-from engine_adapter import prepare_environment
 from examples.prove_remote import differing
 from examples.prove_trl import proven
+from verify.start import prepare_environment
 
 SMALL = dict(dtype="bfloat16", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=2**26,
              skip_tokenizer_init=True, worker_extension_cls="examples.prove_remote.Prover")  # fmt: skip

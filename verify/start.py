@@ -1,6 +1,8 @@
 """Whether this machine has a vLLM that is tried, and what it says of a model that it cannot run."""
 
+import os
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import distributions, version
@@ -13,6 +15,20 @@ from verify.model_cases import import_classes
 
 # The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
 ALLOWED_VLLM = (0, 26), (0, 33)
+
+
+def prepare_environment() -> None:
+    """What must be set before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # fp32 attention on a GPU is Triton's, with TF32 as its default.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    if not torch.cuda.is_available():
+        # Otherwise the first log-probability compiles a kernel for 17 s.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # 0.32 has no cascade attention at all.
+    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")
 
 
 def check_vllm_version(allow_untested: bool = False) -> str:
@@ -48,6 +64,7 @@ def check_machine(checks: Any) -> tuple[str, bool]:
     devices.
     """
     vllm_version = check_vllm_version(checks.allow_untested_vllm)
+    prepare_environment()
     from vllm.platforms import current_platform
 
     on_gpu = current_platform.is_cuda_alike()

@@ -284,7 +284,7 @@ class Parts:
             kv_cache_gib=config.kv_cache_gib, max_num_seqs=config.max_num_seqs,
             block_size=config.block_size, checks=config.checks, config=read_config(run.folder))
         self.source = Source  # of rollouts
-        self.reject: Reject | None = None
+        self.token_filter: TokenFilter | None = None
         # (N, V) logits, as the sampling changes them before its softmax
         self.stated = lambda logits: logits / run.sampling.temperature
         self.new_folder = True  # whether `out` must hold no run
@@ -477,7 +477,7 @@ def train_step(trainer: Trainer, step: int) -> Step:
     batch = batch.mask_rows([has_loss(rollout, config) for rollout in rollouts])
     with clock("update"):
         figures |= update(policy, trainer.optimizer, batch, minibatches, config, figures["lr"],
-                          trainer.parts.reject)
+                          trainer.parts.token_filter)
 
     # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards.
     with clock("sync"):
@@ -496,18 +496,18 @@ def has_loss(rollout: Rollout, config: Config) -> bool:
 # ---------------------------------------------------------------------------------- update
 # (old_logprobs, behavior_logprobs, mask) -> which tokens get no policy gradient (B, T), bool, and
 # those that the loss's mean counts (B, T)
-Reject = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+TokenFilter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def with_loss_terms(
-    batch: Batch, minibatches: Minibatches, config: Config, reject: Reject | None
+    batch: Batch, minibatches: Minibatches, config: Config, token_filter: TokenFilter | None
 ) -> Batch:
     """The batch with the ratio's denominator, the correction and the weights of the loss."""
     both_sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
     correction = CORRECTIONS[config.tis](*both_sides, config.tis_cap)  # (B, T)
     averaged = batch.mask  # the tokens of the loss's mean
-    if reject:
-        rejected, averaged = reject(*both_sides)
+    if token_filter:
+        rejected, averaged = token_filter(*both_sides)
         correction = correction * ~rejected
     token_weights = torch.zeros_like(batch.mask)
     for micro_batches in minibatches:
@@ -521,7 +521,7 @@ def with_loss_terms(
 
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
-    config: Config, lr: float, reject: Reject | None = None,
+    config: Config, lr: float, token_filter: TokenFilter | None = None,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
@@ -534,7 +534,7 @@ def update(
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
     objective, sums = OBJECTIVES[config.objective], metrics.Sums()
-    batch = with_loss_terms(batch, minibatches, config, reject)
+    batch = with_loss_terms(batch, minibatches, config, token_filter)
     from_reward = (batch.correction * batch.advantages != 0).any(dim=1)  # (B,), has a gradient
     from_kl = (config.kl_coef * batch.token_weights > 0).any(dim=1)  # (B,)
     with optimizer.on_device():
@@ -561,7 +561,7 @@ def update(
                          micro.token_weights, loss.item())
             sums.step(optimizer.step(lr), kl_only=not from_reward[of_minibatch].any())
     figures = sums.figures(len(minibatches))
-    if config.tis != "off" or reject:
+    if config.tis != "off" or token_filter:
         figures |= metrics.of_correction(batch.correction, batch.mask, config.tis_cap)
     return figures
 

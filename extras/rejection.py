@@ -126,5 +126,5 @@ def check(config: Any, options: Options) -> None:
 
 
 def install(run: Any, options: Options, parts: Any) -> None:
-    """Part `reject`: a function (old_logprobs, behavior_logprobs, mask) that the update calls."""
-    parts.reject = options.rule
+    """A function of old_logprobs, behavior_logprobs and mask, which the update calls."""
+    parts.token_filter = options.rule

@@ -27,7 +27,7 @@ from rl import (
     longest_first,
     make_batch,
 )
-from train import Config, Reject, update
+from train import Config, TokenFilter, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
@@ -165,7 +165,7 @@ def batch_of_four(advantages: torch.Tensor, keep: tuple[bool, ...] = (True,) * 4
 
 def updated(
     table: torch.nn.Parameter, batch: Batch, config: Config, num_minibatches: int = 1,
-    micro_batch_tokens: int = 4096, reject: Reject | None = None,
+    micro_batch_tokens: int = 4096, reject: TokenFilter | None = None,
 ) -> dict:
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
     has_signal = batch.advantages.any(dim=1).tolist()

@@ -140,15 +140,13 @@ class Objective(NamedTuple):
 
     `surrogate(logprobs, denominator, advantages, mask, clip)` returns a TokenLoss for one
     micro-batch. `advantages(scores, group_size, batch)` maps (B,) to (B, 1), or to (B, T) for an
-    advantage per token. `clip` has the papers' usual bounds, unless the user gives others. No row
-    here sets `needs_reference`: forks do.
+    advantage per token. `clip` has the papers' usual bounds, unless the user gives others.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]
     normalizer: Normalizer = "token"
     advantages: Callable[[Tensor, int, TokenLogprobs], Tensor] = group_advantages
     clip: Clip = (0.2, 0.2)
-    needs_reference: bool = False  # whether its advantages use `batch.ref_logprobs`
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -276,7 +276,7 @@ class Parts:
         self.policy = dict(  # arguments of Policy
             temperature=config.temperature if config.parity.trainer_temperature else 1.0,
             fp32_head=config.parity.trainer_fp32_head,
-            has_reference=config.kl_coef > 0 or OBJECTIVES[config.objective].needs_reference)
+            has_reference=config.kl_coef > 0)
         self.optimizer = Optimizer
         self.engine_kind = Engine  # the class, and its arguments
         self.engine = dict(

@@ -11,6 +11,8 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
+from shutil import copymode
 from typing import Any
 
 import numpy
@@ -18,7 +20,6 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Rollout
-from models import load_model
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
@@ -400,11 +401,6 @@ class Policy:
         # compilation, which is the trainer's too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
 
-    @classmethod
-    def load(cls, path: str, dtype: torch.dtype, device: str, **options: Any) -> "Policy":
-        """From a folder or a hub name. Raises: ValueError, as `models.load_model`."""
-        return cls(load_model(path, dtype).to(device), **options)
-
     def changed(self, **attributes: Any) -> "Policy":
         """A policy of the same model with other attributes."""
         assert attributes.keys() <= vars(self).keys(), f"{attributes.keys()=}"
@@ -612,3 +608,84 @@ def in_micro_batches(
             whole = collected.setdefault(name, torch.zeros_like(batch.mask))
             whole[rows, : values.shape[1]] = values
     return collected
+
+
+# ---------------------------------------------------------------------------------- folder
+class Folder:
+    """The folder, or the hub name, of a causal language model: read here, and never run."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def config(self) -> Any:
+        """The language model's configuration. Raises: ValueError for a multimodal model."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        if config.get_text_config() is not config:
+            raise ValueError(f"model must be a language model, {self.path} is a"
+                             f" {config.model_type}")
+        return config
+
+    def load(self, dtype: torch.dtype, **options: Any) -> torch.nn.Module:
+        """The model in evaluation mode on the CPU.
+
+        Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of
+        another shape there, or if the checkpoint has a head of its own and the configuration ties
+        the head to the embedding.
+        """
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
+        config, verbosity = self.config(), logging.get_verbosity()
+        logging.set_verbosity_error()  # `check` reports
+        logging.disable_progress_bar()
+        model, report = AutoModelForCausalLM.from_pretrained(
+            self.path, config=config, dtype=dtype, attn_implementation=attention_for(config),
+            output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True,
+            trust_remote_code=False, **options)
+        logging.set_verbosity(verbosity)
+        self.check(model, report)
+        # transformers unties a head that differs from the embedding; vLLM does not.
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if config.tie_word_embeddings and head.weight is not embedding.weight:
+            raise ValueError(f"config.json in {self.path} must not tie head and embedding (the"
+                             " weights have a head of their own); set tie_word_embeddings to false"
+                             " there")
+        bad = [name for name, parameter in model.named_parameters()
+               if not parameter.isfinite().all()]
+        if bad:
+            raise ValueError(f"the checkpoint in {self.path} must be finite, it is not in"
+                             f" {', '.join(bad)}")
+        return model
+
+    def check(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
+        """`report`: names of tensors that transformers did not load as they are."""
+        missing, mismatched = report["missing_keys"], report["mismatched_keys"]
+        if missing or mismatched:
+            raise ValueError(f"the checkpoint in {self.path} must have every tensor of"
+                             f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
+                             f" {sorted(mismatched)}")
+
+
+def attention_for(config: Any) -> str:
+    """sdpa, but eager where sdpa drops soft-capping and where the class has no sdpa (Mamba 2)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+    return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
+
+
+def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder whose weights have the mode of its other files.
+
+    safetensors writes files that only their owner can read.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        copymode(folder / "config.json", weights)

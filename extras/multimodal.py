@@ -1,6 +1,7 @@
-"""The text model of a multimodal folder: its configuration, and the names of its tensors.
+"""What a checkpoint has besides the trained model: towers of a multimodal one, further tokens.
 
-It imports nothing of ours. docs/models.md has the architectures.
+Only the text model of a multimodal folder is trained. Tensors for multi-token prediction are copied
+to an export. docs/models.md has the architectures.
 """
 
 import re
@@ -10,11 +11,69 @@ from typing import Any
 
 import torch
 
+import rl
+from extras.further_tokens import copy_untrained, for_further_tokens
+
 # Multimodal models whose text model is trained here, by their type.
 MULTIMODAL = "gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_5", "qwen3_vl"
 # How their checkpoints name its tensors, and how it names them itself.
 TEXT_NAMES = {"model.language_model.": "model.", "language_model.model.": "model.",
               "language_model.lm_head.": "lm_head."}
+
+
+def install(run: Any, options: None, parts: Any) -> None:
+    parts.after_save.append(
+        lambda model, folder: copy_untrained(run.folder, model.config, folder))
+
+
+class Folder(rl.Folder):
+    """Tensors of the checkpoint that the model does not have are printed."""
+
+    def config(self) -> Any:
+        """Raises: ValueError for a multimodal model whose text model is not known here."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        if config.get_text_config() is config:
+            return config
+        return text_config(self.path, config)
+
+    def load(self, dtype: torch.dtype, **options: Any) -> torch.nn.Module:
+        renamed = text_names(self.path)
+        model = super().load(dtype, key_mapping=renamed or None, **options)
+        # Engine and export get the text model's own names.
+        model._weight_conversions = [
+            conversion for conversion in model._weight_conversions
+            if not renamed.keys() & set(conversion.source_patterns)]
+        return model
+
+    def check(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
+        """Also print what the checkpoint has and the model has not.
+
+        transformers leaves out of its report what the class ignores. Raises: ValueError also if a
+        tensor of the model is beside a scale of its own.
+        """
+        super().check(model, report)
+        names, held = tensor_names(self.path), model.state_dict().keys()
+        outside = left_out(self.path, model) if text_names(self.path) else set()
+        copied = for_further_tokens(names, model.config)
+        ignored = model._keys_to_ignore_on_load_unexpected
+        silent = {name for name in names - held
+                  if f"{model.base_model_prefix}.{name}" not in held  # may be left out
+                  and any(re.search(pattern, name) for pattern in ignored)}
+        unexpected = (silent | set(report["unexpected_keys"])) - outside
+        unexpected -= for_further_tokens(unexpected, model.config)
+        scales = [name for name in unexpected
+                  if re.sub("_scale(_inv)?$", "", name) in names - {name}]
+        if scales:
+            raise ValueError("model must not be quantised (it is trained), the checkpoint in"
+                             f" {self.path} has {min(scales)} and {len(scales) - 1} more scales")
+        if copied:
+            print(f"not trained, and copied to an export: {len(copied)} tensors for multi-token"
+                  f" prediction, {min(copied)} to {max(copied)}", flush=True)
+        if unexpected:
+            print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
+                  f" {', '.join(sorted(unexpected))}", flush=True)
 
 
 def text_config(path: str, whole: Any) -> Any:
@@ -37,7 +96,7 @@ def text_config(path: str, whole: Any) -> Any:
         # Without pictures the three positions of a token are equal, and what is left is Qwen3.
         options = config.to_dict()
         rope = options["rope_parameters"].items()
-        options["rope_parameters"] = {name: each for name, each in rope if "mrope" not in name}
+        options["rope_parameters"] = {name: value for name, value in rope if "mrope" not in name}
         config = Qwen3Config(**options | {"model_type": "qwen3"})
     config.tie_word_embeddings = ties((whole.tie_word_embeddings, config.tie_word_embeddings))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -62,7 +121,7 @@ def text_names(path: str) -> dict[str, str]:
     """
     renamed, own = {}, Counter()
     for name in tensor_names(path):
-        old = next((each for each in TEXT_NAMES if name.startswith(each)), "")
+        old = next((prefix for prefix in TEXT_NAMES if name.startswith(prefix)), "")
         new = TEXT_NAMES.get(old, "")
         own[new + name.removeprefix(old)] += 1
         if old:

@@ -9,6 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+
+def install(run: Any, options: None, parts: Any) -> None:
+    parts.after_save.append(lambda model, folder: add_old_names(folder, run.task.tokenizer))
+
+
 GENERIC = "PreTrainedTokenizerFast"  # version 5 writes TokenizersBackend, new in 5
 TWO_ROPES = "gemma3_text", "gemma3n_text", "olmo3"  # of version 4, by kind of layer
 

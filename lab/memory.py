@@ -16,7 +16,7 @@ import tyro
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from models import read_config
+import extras
 from report.errors import exit_with_message, stage
 from rl import head_chunk
 from train import Config
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = tyro.cli(Options, args=arguments, description=__doc__)
         name = config.model
         with stage(f"reading a model folder or a reachable hub name, {name},"):
-            model_config = read_config(name)
+            model_config = extras.folder(name).config()
     prompt_tokens = config.data.max_prompt_tokens or 0
     by_phase = phases(config, model_config, prompt_tokens, head_chunk(config.gib))
     print("GiB on one GPU:")

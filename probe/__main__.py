@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 import tyro
 
+import extras
 import verify
 from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
 from extras.prompts_once import policy_options
 from extras.rotary_table import give_one_table, with_one_table
-from models import read_config
 from probe.compare import change, same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
@@ -50,7 +50,8 @@ class Layers:
         policy = load_policy(self.model, self.dtype, longest)
         engine = Engine(
             self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
-            max_model_len=longest, config=with_one_table(read_config(self.model), longest),
+            max_model_len=longest,
+            config=with_one_table(extras.folder(self.model).config(), longest),
             checks=verify.Options(canary_nats=100))  # a wrong one is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
         draw = torch.Generator().manual_seed(0)
@@ -155,7 +156,8 @@ def load_policy(path: str, dtype: str, longest: int, fp32_head: bool = True) -> 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head=fp32_head)
+        model = extras.folder(path).load(getattr(torch, dtype)).to(device)
+        policy = Policy(model, fp32_head=fp32_head)
         give_one_table(policy.model, longest)
         check_head(policy)
         return policy.changed(**policy_options(policy.model))  # as a run computes

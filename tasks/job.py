@@ -1,6 +1,7 @@
 """What a run works on: a task, the folder of a model, and the task's prompts in its tokens."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,13 @@ class Job(NamedTuple):
     stop_token_ids: tuple[int, ...]
 
 
-def find_job(task: str, seed: int, data: Options, model: str, max_new_tokens: int) -> Job:
+def find_job(
+    task: str, seed: int, data: Options, model: str, max_new_tokens: int,
+    read_config: Callable[[str], Any],
+) -> Job:
     """The job that --task and --model name; without the model's weights.
+
+    `read_config` gives the configuration of the language model in a folder.
 
     Raises: ValueError that says what is wrong with the task, with the model, or with both.
     """
@@ -34,7 +40,7 @@ def find_job(task: str, seed: int, data: Options, model: str, max_new_tokens: in
         config, tokenizer, stop = toy_config(task), toy_tokenizer(), (EOS,)
     else:
         folder = local_folder(model)
-        config, tokenizer, stop = describe_model(folder)
+        config, tokenizer, stop = describe_model(folder, read_config)
     problems = encode(tokenizer, problems, stop, data)
     if model != "toy":
         check_tokens(folder, problems)

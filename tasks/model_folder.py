@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ OBEY_ADD_BOS_TOKEN = "Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX"
 BEGIN = "Llama", "CodeLlama", "Gemma"  # begin prompts with bos unless a file says otherwise
 
 
-def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
+def describe_model(
+    path: str, read_config: Callable[[str], Any]
+) -> tuple[Any, Any, tuple[int, ...]]:
     """Text configuration, tokenizer and stop tokens, without the weights.
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from models import read_config
 
     folder = Path(path)
     with stage(f"reading the model {path} ({MODELS})"):

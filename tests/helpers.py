@@ -43,13 +43,13 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import extras
 import train
 import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.rotary_table import give_one_table, with_one_table
 from extras.sampling_mask import collect_kept_sets
-from models import read_config
 from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches, make_batch
 from tasks import Task
@@ -181,7 +181,7 @@ def started(
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
                "checks": verify.Options(**checks)} | options  # fmt: skip
     options["collect"] = collect_kept_sets
-    options["config"] = with_one_table(read_config(folder), options["max_model_len"])
+    options["config"] = with_one_table(extras.folder(folder).config(), options["max_model_len"])
     key = repr((folder, shapes, parity, in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
@@ -389,12 +389,16 @@ def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
     return model.eval()
 
 
+def policy_in(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Policy:
+    return Policy(extras.folder(str(folder)).load(dtype).to(device))
+
+
 def policy_of(
     folder: Path, name: str, tied: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes
 ) -> Policy:
     """The policy of a small model that is saved in the folder."""
     small_model(name, tied or name in ALWAYS_TIED, **changes).save_pretrained(folder)
-    policy = Policy.load(str(folder), dtype, device)
+    policy = policy_in(folder, dtype, device)
     give_one_table(policy.model, None)
     return policy
 

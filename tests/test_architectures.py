@@ -28,6 +28,7 @@ from helpers import (
     frozen_logprobs,
     load_into,
     move,
+    policy_in,
     policy_of,
     read_json,
     rows,
@@ -42,9 +43,8 @@ from engine_adapter import ParityFlags, Rollout
 from extras.lora import Adapters, Options
 from extras.prompts_once import policy_options
 from extras.sampling_mask import kept_sets
-from models import attention_for
 from probe.noise import rounded_otherwise
-from rl import Policy, make_batch
+from rl import Policy, attention_for, make_batch
 from tasks.toys import toy_tokenizer
 from verify import canary
 from verify.errors import WeightLoadError
@@ -240,7 +240,7 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     at_parity = [row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps]
     # A tie within rounding sends a token of a mixture to another expert, in one step of many.
     assert sum(at_parity) >= (6 if name == "Qwen3Moe" else 10)
-    trained = Policy.load(str(out / "policy"), torch.float32, "cpu").weights()
+    trained = policy_in(out / "policy").weights()
     assert all((trained[each] != tensor).any() for each, tensor in first.items())  # expert by expert
     assert read_json(out / "config.json")["trainer"]["body"] == body
 

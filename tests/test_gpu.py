@@ -11,7 +11,7 @@ from helpers import ROOT, command, read_json, rows
 
 from lab import study
 from lab.models import SHAPES, write_model
-from models import load_model
+from rl import Folder
 from tasks.toys import toy_tokenizer
 
 
@@ -129,7 +129,7 @@ def test_a_random_model_of_a_real_shape_follows_the_digits_and_is_unsure(tmp_pat
                 num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
     monkeypatch.setitem(SHAPES, "tiny", tiny)
     write_model(tmp_path / "tiny", "tiny", seed=0)
-    model = load_model(str(tmp_path / "tiny"), torch.float32)
+    model = Folder(str(tmp_path / "tiny")).load(torch.float32)
     digits = torch.arange(10)
     with torch.no_grad():
         logits = model(3 + digits[:, None]).logits[:, -1]  # (10, V), each digit alone

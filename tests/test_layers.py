@@ -5,12 +5,11 @@ import re
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, drawn_ids, policy_of, small_model, started
+from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, drawn_ids, policy_in, policy_of, small_model, started
 
 import verify
 from probe.__main__ import main
 from probe.layers import _row, compare_layers, report
-from rl import Policy
 
 Weights = dict[str, torch.Tensor]
 draw = torch.Generator().manual_seed(0)
@@ -73,7 +72,7 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
             if parameter.dim() == 1:  # transformers starts with 1 and 0
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path), dtype, "cpu")
+    policy = policy_in(tmp_path, dtype)
     with started(str(tmp_path), policy) as engine:
         rows = compare_layers(policy, engine, *REQUESTS)
         assert named(rows) == set(), report(rows, "")

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from extras.transformers4 import add_old_names
-from models import write_folder
+from rl import write_folder
 from tasks import Problem, Task, exact_match
 from tasks.model_folder import check_tokens, load_tokenizer
 from tasks.toys import toy_tokenizer
@@ -204,6 +204,7 @@ def test_an_exported_folder_has_the_same_logits_and_tokens_in_both_versions(vers
         source(tmp_path / "source", form, model.config.model_type, label)
         tokenizer = load_tokenizer(str(tmp_path / "source"))
         write_folder(model, tokenizer, tmp_path / name)
+        add_old_names(tmp_path / name, tokenizer)
         written[str(tmp_path / name)] = outputs(model, tokenizer, TEXTS)
         assert '"torch_dtype"' in (tmp_path / name / "config.json").read_text()
     functions = "\n".join(map(inspect.getsource, (outputs, read)))

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from helpers import config_of, qwen2, read_json, small_model, task_of
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+import extras
 from engine_adapter import Rollout, Sampling
-from models import load_model, save_model
-from rl import Policy
+from extras.generation_config import declare
+from rl import Policy, write_folder
 from tasks.model_folder import describe_model, load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode
 from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
-from train import Run, save_policy
+from train import Run, parts_of, save_policy
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -29,9 +31,12 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
 
 
 def test_an_exported_folder_has_the_umasks_mode_and_the_sampling_of_the_training_without_its_length(tmp_path):
-    usual, mask = os.umask(0o027), dict(top_k=5, top_p=0.9, min_p=0.02)
+    usual, mask, model = os.umask(0o027), dict(top_k=5, top_p=0.9, min_p=0.02), qwen2(tied=True)
     try:
-        save_model(qwen2(tied=True), toy_tokenizer(), Sampling(0.7, 4, (EOS, 0), **mask), tmp_path / "policy")
+        task = SimpleNamespace(tokenizer=toy_tokenizer())
+        run = SimpleNamespace(sampling=Sampling(0.7, 4, (EOS, 0), **mask), task=task)
+        declare(run, model)
+        write_folder(model, run.task.tokenizer, tmp_path / "policy")
     finally:
         os.umask(usual)
     assert (tmp_path / "policy" / "model.safetensors").stat().st_mode == 0o100640
@@ -45,7 +50,7 @@ def test_a_load_leaves_transformers_as_talkative_as_it_was(good):
     usual = logging.get_verbosity()
     for verbosity in (logging.DEBUG, usual):
         logging.set_verbosity(verbosity)
-        load_model(str(good / "model"), torch.float32)
+        extras.folder(str(good / "model")).load(torch.float32)
         assert logging.get_verbosity() == verbosity
 
 
@@ -64,7 +69,7 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good,
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
     for changes, stop in (({"eos_token_id": [5, 6]}, (EOS, 5, 6, 8)), (multimodal, (EOS, 5, 7, 8))):
         (folder / "config.json").write_text(json.dumps(text | changes))
-        assert describe_model(str(folder))[2] == stop
+        assert describe_model(str(folder), lambda path: extras.folder(path).config())[2] == stop
 
 
 def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):
@@ -93,21 +98,22 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     more = {after + each.removeprefix(last): tensor + 1 for each, tensor in table.items() if each.startswith(last)}
     others = {"model.layers.3.mlp.weight": torch.ones(2), "value_head.weight": torch.ones(2)}
     save_file(table | more | others, source / "model.safetensors", {"format": "pt"})
-    model = load_model(str(source), torch.bfloat16)
+    model = extras.folder(str(source)).load(torch.bfloat16)
     said = capsys.readouterr().out.splitlines()
     assert f"an export: {len(more)} tensors for multi-token" in said[-2]
     assert said[-1].endswith(f"does not have: {', '.join(others)}")
     save = type(model).save_pretrained
     monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
     task = encode(toy_tokenizer(), task_of("digits"), (EOS,), Options())
-    save_policy(Run(config_of(), tmp_path, str(source), task, Sampling(0.7, 4, (EOS,))), Policy(model))
+    run = Run(config_of(engine="transformers"), tmp_path, str(source), task, Sampling(0.7, 4, (EOS,)))
+    save_policy(SimpleNamespace(run=run, policy=Policy(model), parts=parts_of(run)))
     index, held = read_json(tmp_path / "policy/model.safetensors.index.json"), {}
     for file in {*index["weight_map"].values()}:
         held |= load_file(tmp_path / "policy" / file)
     assert held.keys() == index["weight_map"].keys() == table.keys() | more.keys()
     assert not (tmp_path / "policy/model.safetensors").exists()  # transformers would not read the index
     assert all(torch.equal(held[each], more[each]) for each in more)
-    again = load_model(str(tmp_path / "policy"), torch.bfloat16).state_dict()
+    again = extras.folder(str(tmp_path / "policy")).load(torch.bfloat16).state_dict()
     assert all(torch.equal(again[each], tensor) for each, tensor in model.state_dict().items())
 
 
@@ -121,7 +127,7 @@ def test_no_tensor_that_the_model_has_or_computes_is_said_to_be_lost(name, more,
     table = {more: torch.ones(16)} | table
     table = {each.removeprefix("transformer."): tensor for each, tensor in table.items()}  # as GPT-2 of the hub
     save_file(table, tmp_path / "model.safetensors", {"format": "pt"})
-    load_model(str(tmp_path), torch.float32)
+    extras.folder(str(tmp_path)).load(torch.float32)
     assert capsys.readouterr().out.partition("checkpoint that ")[2] == said
 
 
@@ -132,4 +138,4 @@ def test_weights_with_scales_are_refused_without_a_quantization_config_too(end, 
     changes = {name: table[name].to(torch.float8_e4m3fn), f"{name}{end}": torch.ones(1, 1)}
     save_file(table | changes, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"must not be quantised .*{name}{end} and 0 more scales"):
-        load_model(str(tmp_path), torch.float32)
+        extras.folder(str(tmp_path)).load(torch.float32)

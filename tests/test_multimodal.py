@@ -20,7 +20,7 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models import load_model, read_config
+import extras
 from report.files import checkpoints
 from tasks.toys import toy_tokenizer
 
@@ -65,7 +65,7 @@ def test_a_text_model_without_its_head_or_with_two_tensors_of_one_name_is_refuse
         changed = {name: tensor for name, tensor in (table | change).items() if tensor is not None}
         save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(ValueError, match=complaint):
-            load_model(str(tmp_path), torch.float32)
+            extras.folder(str(tmp_path)).load(torch.float32)
 
 
 @pytest.mark.parametrize("head, whole, text, tied", [
@@ -79,4 +79,4 @@ def test_head_and_embedding_are_tied_if_both_configurations_say_so_or_there_is_n
     config = read_json(tmp_path / "config.json") | {"tie_word_embeddings": whole}
     config["text_config"]["tie_word_embeddings"] = text
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_config(str(tmp_path)).tie_word_embeddings is tied
+    assert extras.folder(str(tmp_path)).config().tie_word_embeddings is tied

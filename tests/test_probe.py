@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import SIXTEEN, config_of, drawn_ids, move, qwen2, refusal, started
+from helpers import SIXTEEN, config_of, drawn_ids, move, policy_in, qwen2, refusal, started
 
 import verify
 from engine_adapter import ParityFlags, Rollout, Sampling
@@ -44,7 +44,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Policy]:
-    return {name: Policy.load(MODEL, getattr(torch, name), "cpu") for name in ("float32", "bfloat16")}
+    return {name: policy_in(MODEL, getattr(torch, name)) for name in ("float32", "bfloat16")}
 
 
 def stored(file: str) -> dict[str, Trace]:
@@ -94,7 +94,7 @@ def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(referenc
     ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
     with torch.no_grad():
         probe = Probe(reference[dtype], replace(trace, rollouts=[rollout]), [])
-        logits = Policy.load(MODEL, getattr(torch, dtype), "cpu").model.double()(ids).logits / 0.7
+        logits = policy_in(MODEL, getattr(torch, dtype)).model.double()(ids).logits / 0.7
     own = logits.log_softmax(dim=-1)[0, range(ids.shape[1] - 1), ids[0, 1:]][-len(rollout.token_ids) :]
     precise, rounded = (values[probe.trainer] for values in (probe.now.precise, probe.now.rounded))
     assert (precise - own).abs().max() < (rounded - own).abs().max() / 10

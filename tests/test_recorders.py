@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import qwen2, run_script
+from helpers import policy_in, qwen2, run_script
 from torch.nn.utils.rnn import pad_sequence
 
 from examples.record_trl import TraceRecorder
 from examples.record_vllm import SETTINGS
 from probe.diagnose import diagnose
 from probe.traces import first_tokens, load_traces
-from rl import Policy
 
 ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
 MODEL = str(DATA / "tiny-qwen2")
@@ -26,7 +25,7 @@ MODEL = str(DATA / "tiny-qwen2")
 
 def status_of(path: Path) -> str:
     (trace,) = load_traces(str(path))
-    return diagnose(Policy.load(MODEL, torch.float32, "cpu"), trace).status
+    return diagnose(policy_in(MODEL), trace).status
 
 
 def test_the_worked_example_of_the_trace_format_is_parity(tmp_path):
@@ -74,7 +73,7 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
         "scheduler_config.chunked_prefill_enabled", "speculative_config.method", "compilation_config.level"}
     assert "secret" not in json.dumps(default.meta)
     assert [r.prompt_ids for r in default.rollouts] == [r.prompt_ids for r in fixed.rollouts]
-    policy = Policy.load(str(tmp_path / "model"), torch.float32, "cpu")
+    policy = policy_in(tmp_path / "model")
     assert diagnose(policy, default).blamed == "semantics: raw log-probabilities"
     assert diagnose(policy, fixed).status == "parity"
 

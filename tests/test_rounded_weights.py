@@ -8,6 +8,7 @@ from helpers import (
     load_into,
     mismatch,
     move,
+    policy_in,
     rows,
     small_model,
     started,
@@ -61,7 +62,7 @@ def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded
     train_here(command(good, f"{words} --rollout-weights int4 --tis token --eval-trainer-alone --out {out}"))
     for row in rows(out)[1:]:
         assert row["mismatch_abs_mean"] > 10 * ROUNDING
-    saved = Policy.load(str(out / "policy"), torch.float32, "cpu").model
+    saved = policy_in(out / "policy").model
     weight = saved.model.layers[0].mlp.down_proj.weight
     assert all(len(row.unique()) > 15 for row in weight)  # int4 has 15 values in a channel
 

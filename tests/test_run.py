@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import config_of
+from helpers import config_of, policy_in
 
 from engine_adapter import ParityFlags
 from extras import idle_switches
@@ -17,7 +17,6 @@ from extras.transformers_engine import engine_for
 from report.clock import Clock
 from report.errors import end_of_process
 from report.files import provenance
-from rl import Policy
 from train import Config, parts_of, prepare
 
 
@@ -48,7 +47,7 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
     run = prepare(job())
     for gib, sequences in ((0.25, 512), (10.5 * per_token * run.max_model_len / 2**30, 10)):
         run = prepare(job(kv_cache_gib=gib))
-        assert engine_for(run, Policy.load(run.folder, torch.float32, "cpu")).max_num_seqs == sequences
+        assert engine_for(run, policy_in(run.folder)).max_num_seqs == sequences
 
 
 def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypatch):

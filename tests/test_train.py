@@ -17,6 +17,7 @@ from helpers import (
     config_changed,
     config_of,
     floors_of,
+    policy_in,
     qwen2,
     read_json,
     rows,
@@ -196,7 +197,7 @@ def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new
     from vllm import LLM, SamplingParams
 
     train_here(command(good, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL, "--out", str(tmp_path)))
-    policy = Policy.load(str(tmp_path / "policy"), torch.float32, "cpu")
+    policy = policy_in(tmp_path / "policy")
     (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
     trained = torch.load(checkpoint, weights_only=True)["policy"]
     assert all(torch.equal(tensor, trained[name]) for name, tensor in policy.trained().items())

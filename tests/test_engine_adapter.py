@@ -54,8 +54,7 @@ def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, ParityFlags(uncached_runtime=False)) as engine:
-        check_settings(engine, enable_prefix_caching=True, async_scheduling=True,
-                       prefix_cache="V1's default, not cleared by a load")  # fmt: skip
+        check_settings(engine, enable_prefix_caching=True, async_scheduling=True)
         assert canary.length(engine) == canary.PROMPT_TOKENS  # it would read stale blocks
         prompts = long_prompts(140)
         assert floors(policy, engine, prompts=prompts) < AT_PARITY
@@ -179,7 +178,7 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
     prompts, options = long_prompts(3 * BLOCK + 5), VERSIONED | dict(block_size=BLOCK, max_num_seqs=4)
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, in_flight=True, **options) as engine:
-        check_settings(engine, prefix_cache="versioned", enable_prefix_caching=True)
+        check_settings(engine, enable_prefix_caching=True)
         assert canary.length(engine) == BLOCK + 1
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for seed in range(2):

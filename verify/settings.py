@@ -75,17 +75,12 @@ def audit(engine: Any) -> dict[str, Any]:
     if wrong:
         raise AuditError(f"requested but not in force in vLLM {engine.vllm_version}:"
                          f" {'; '.join(wrong)} ({engine.parity})")
-    prefix_cache = "versioned" if in_force["enable_prefix_caching"] else "off"
-    if engine.parity.stale_cache:
-        prefix_cache = "V1's default, not cleared by a load"
     return in_force | {
         "vllm": engine.vllm_version,
         "runner": f"{type(engine.runner).__module__}.{type(engine.runner).__name__}",
         "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
-        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
         "block_size": config.cache_config.block_size,
         "max_model_len": model.max_model_len,
-        "prefix_cache": prefix_cache,
         "inflight_update": engine.parity.inflight_update,
         "echoed": ECHOED,
         "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",

@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import platform
-import sys
 from contextlib import suppress
 from importlib import metadata
 from itertools import zip_longest
@@ -64,7 +63,7 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
     from vllm import SamplingParams
 
     sampling = SAMPLING | (sampling or {})
-    name = name_of(sampling)
+    check_sampling(sampling)
     config = llm.llm_engine.vllm_config
     if prompts is None:
         generator = numpy.random.RandomState(0)  # the same numbers in every version of numpy
@@ -85,13 +84,13 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
     path = config.model_config.model
     generation = "V1" if ".v1." in type(llm.llm_engine).__module__ else "V0"
     meta = {
-        "format": 1, "groups": {name: sampling},
+        "format": 1, "groups": {"sampled": sampling},
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "versions": versions(), "engine": f"vLLM {generation}", "device": device(),
         "settings": settings_of(config), "environment": ENVIRONMENT,
         "model": {"path": path, "weights": weights_of(path) if from_files else None},
     }
-    save(out, meta, name, prompts, tokens, logprobs)
+    save(out, meta, "sampled", prompts, tokens, logprobs)
     print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']} on {meta['device']}")
 
 
@@ -109,13 +108,6 @@ def check_sampling(sampling):
     unknown = sampling.keys() - {"temperature", *NEUTRAL}
     if unknown:
         raise ValueError(f"sampling must have no {', '.join(sorted(unknown))}")
-
-
-def name_of(sampling):
-    """t0.7_top_k20."""
-    check_sampling(sampling)
-    return "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
-                    for key, value in sampling.items())
 
 
 def settings_of(config):
@@ -139,12 +131,11 @@ def versions():
 
 
 def device():
-    try:
-        from vllm.platforms import current_platform
+    import torch
 
-        return current_platform.get_device_name()
-    except Exception:  # some platforms do not implement it
-        return platform.processor() or platform.machine()
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return platform.processor() or platform.machine()
 
 
 def weights_of(folder):
@@ -183,7 +174,7 @@ def main():
     try:
         given = words.engine_args
         prompts = json.loads(Path(words.prompts).read_text()) if words.prompts else None
-        name_of(words.sampling)
+        check_sampling(words.sampling)
         if not given.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
             # GiB. On a CPU vLLM would reserve nearly all memory; a GPU ignores it.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
@@ -192,11 +183,8 @@ def main():
         llm = LLM(model=words.model, **given)
         record(llm, words.out, words.sampling, prompts, words.new_tokens, from_files=True)
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
-        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}",
-              file=sys.stderr)
-        return 2
-    return 0
+        parser.error(f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}")
 
 
 if __name__ == "__main__":  # vLLM may start processes that import this file
-    sys.exit(main())
+    main()

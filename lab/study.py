@@ -138,17 +138,6 @@ class Run:
     def finished(self) -> bool:
         return (self.folder / MARK).exists()
 
-    @property
-    def begun(self) -> bool:
-        return (self.folder / "config.json").exists()
-
-    def outcome(self, crashed: Errors) -> str:
-        """What has become of it; `crashed` has the errors of this call."""
-        if self.finished:  # the tests marked gpu have no figures, but their log ends with numbers
-            return "finished" if self.begun else f"finished: {last_line(self.folder)}"
-        earlier = "unfinished in an earlier call" if self.begun else "not started"
-        return crashed.get(self.folder.name, earlier)
-
     def origin(self, command: str) -> Record:
         """Its config.json, with its mark if it has finished."""
         mark = read_json(self.folder / MARK) if self.finished else {"command": command}
@@ -317,7 +306,7 @@ def run_all(plan: Plan) -> Errors:
         now = provenance(torch.device("cpu"))
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
     pending = [run for run in plan.chosen() if not run.finished]
-    pending.sort(key=lambda run: run.begun)  # those that a limit has cut already come last
+    pending.sort(key=lambda run: run.folder.exists())  # those that a limit has cut come last
     seconds = 60 * plan.options.minutes
     tasks = {}
     for run in pending:
@@ -337,13 +326,13 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
     for name, runs in plan.counted().items():
         cell = plan.study.cells[name]
         tables = [read_rows(run.folder / "metrics.jsonl") for run in runs]
-        found = [run.origin(plan.command) for run in runs]
-        origins += found
+        of_cell = [run.origin(plan.command) for run in runs]
+        origins += of_cell
         cells[name] = {
-            "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
+            "options": cell.options, "baseline": cell.baseline, "engine": of_cell[0]["audit"],
             "seeds": [run.config.seed for run in runs],
-            "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
-                        for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
+            "metrics": {metric: [METRICS[metric].measure(rows) for rows in tables]
+                        for metric in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
     record = {"study": plan.options.study}
     for name in ("command", "device", "commit", "wide_products"):
@@ -352,23 +341,10 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
     names = origins[0]["versions"] if origins else ()
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
                           for name in names}
-    if plan.study.piecewise:
-        record["outcomes"] = {
-            run.folder.name: f"{run.outcome(crashed)}; expected: {run.cell.expected}"
-            for run in plan.chosen()}
     workload = f"{plan.study.workload} {plan.rehearsal}".strip()
     record |= {"workload": workload, "cells": cells, "crashed": crashed}
-    replace_file(plan.record, one_line_a_cell(record))
+    replace_file(plan.record, json.dumps(record, indent=1))
     return record
-
-
-def one_line_a_cell(record: Record) -> str:
-    """JSON with a line for each field and each cell, and numbers of eight digits."""
-    short = json.loads(json.dumps(record), parse_float=lambda digits: float(f"{float(digits):.8g}"))
-    cells = [f"{json.dumps(name)}: {json.dumps(cell)}" for name, cell in short.pop("cells").items()]
-    fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in short.items()]
-    fields.append('"cells": {\n' + ",\n".join(cells) + "}")
-    return "{" + ",\n".join(fields) + "}\n"
 
 
 def distinct(values: Iterable[Any]) -> str:
@@ -468,7 +444,7 @@ def report(record: Record, options: Options, chosen: list[str]) -> str:
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
         f" {record['commit']}{changed}.\n\n{caption}\n\n{markdown(rows)}"
     )
-    title = "outcomes" if "outcomes" in record else "crashed"
+    title = "outcomes" if "outcomes" in record else "crashed"  # outcomes: of older records
     listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
     return f"{text}\n\n**{title.capitalize()}**\n{listed}" if listed else text
 

@@ -72,7 +72,6 @@ class Diagnose:
     group: str | None = None  # Diagnose only this group; if not given, every group.
     # Folders with the trainer's weights 1, 2, ... updates back, newest first.
     earlier: tuple[str, ...] = ()
-    dtype: Dtype | None = None  # Dtype of the trainer; if not given, the trace's dtype.
     # Distribution that the trainer scores: all sampling parameters, or the temperature alone.
     trainer: Literal["processed", "temperature"] = "processed"
     # Dtype of the trainer's final projection.
@@ -80,7 +79,7 @@ class Diagnose:
 
     def run(self) -> int:
         traces = groups_of(self.trace, self.group, self.model)
-        dtype = self.dtype or traces[0].dtype
+        dtype = traces[0].dtype
         longest = traces[0].longest
         policy = load_policy(self.model, dtype, longest, self.trainer_head == "float32")
         earlier = [dict(load_policy(path, dtype, longest).model.named_parameters())

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from probe.diagnose import FIGURES, Verdict
+from probe.diagnose import Verdict
 from probe.search import TIMES
 from probe.traces import SECTIONS, Trace
 
@@ -17,9 +17,8 @@ def change(one: Verdict, two: Verdict) -> tuple[str, str]:
     elif is_worse(two, one):
         word = "better"
     became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
-    sizes = [f"{old} -> {new}" for old, new in zip(one.sizes, two.sizes, strict=True)]
     settings = changed_settings(flat(one.probe.trace.meta), flat(two.probe.trace.meta))
-    return word, f"{became}, {FIGURES.format(*sizes)}; with it changed {settings}."
+    return word, f"{became}; with it changed {settings}."
 
 
 def is_worse(one: Verdict, two: Verdict) -> bool:

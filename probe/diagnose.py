@@ -8,15 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Rollout
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
 from probe.search import Explanation, Probe, size_of
-from probe.traces import Trace, first_tokens, save_trace
+from probe.traces import Trace, save_trace
 from rl import Policy
-
-FIGURES = "mean |mismatch| {} nats, error of the engine {}, of the trainer {}"
 
 
 # ---------------------------------------------------------------------------------- verdict
@@ -32,9 +30,8 @@ class Verdict:
     def __post_init__(self):
         probe = self.probe
         mismatch = size_of(probe.recomputed - probe.reported).nanmean().item()
-        sizes = mismatch, probe.start.mean, probe.start.trainer_error
-        self.sizes = [f"{size:.1e}" for size in sizes]
-        self.figures = FIGURES.format(*self.sizes)
+        self.figures = (f"mean |mismatch| {mismatch:.1e} nats, error of the engine"
+                        f" {probe.start.mean:.1e}, of the trainer {probe.start.trainer_error:.1e}")
         named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
         self.blamed = named or self.status
         self.headline = f"{self.blamed}. {self.figures}"
@@ -148,13 +145,6 @@ def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
     return [name for name, value in values.items() if not value <= ALARMS[name]]
 
 
-def as_trace(engine: Engine, rollouts: list[Rollout], sampling: Sampling) -> Trace:
-    """What a live engine has sampled, with its audit."""
-    meta = {"vllm": engine.vllm_version, "dtype": engine.settings["model_dtype"],
-            "audit": engine.settings}
-    return Trace("sampled", rollouts, sampling, meta)
-
-
 class StepProbe:
     """Observes the steps of train.py: probes what a step has sampled, and asks the engine nothing.
 
@@ -194,7 +184,10 @@ class StepProbe:
         if not rollouts:
             print(f"{title}: no rollout of the weights before it alone")
             return {"probe": "no rollouts"}
-        trace = as_trace(self.engine, rollouts, replace(run.sampling, max_kept=0))
+        settings = self.engine.settings
+        meta = {"vllm": self.engine.vllm_version, "dtype": settings["model_dtype"],
+                "audit": settings}
+        trace = Trace("sampled", rollouts, replace(run.sampling, max_kept=0), meta)
         scored = "processed" if run.sampling.max_kept else "temperature"
         observed = []
         if exceeded == ["surprisal_z"]:  # a fault of the reported values moves it too
@@ -213,4 +206,4 @@ class StepProbe:
 def _sampled_part(rollout: Rollout) -> Rollout:
     """The response up to the first word of an environment, which the engine did not sample."""
     end = rollout.trained.index(False) if False in rollout.trained else None
-    return first_tokens(rollout, end)
+    return Rollout(rollout.prompt_ids, None, rollout.token_ids[:end], rollout.logprobs[:end])

@@ -79,9 +79,12 @@ def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
         policy.model.set_experts_implementation(usual)
 
 
-def self_noise(policy: Policy, batch: Batch, config: Any) -> Tensor:
-    """The log-probabilities minus those along the second path, with smaller micro-batches: (B, T).
+def observe_self_noise(policy: Policy, config: Any, batch: Batch) -> dict[str, float]:
+    """Mean and largest difference of the log-probabilities to those along the second path, with
+    smaller micro-batches, in nats: the mismatch that rounding alone would cause.
     """
+    if not batch.mask.any():  # --mask-truncated may leave no token
+        return {}
     has_signal = batch.advantages.any(dim=1).cpu()
 
     def recomputed(micro_batch_tokens: int) -> Tensor:
@@ -90,14 +93,7 @@ def self_noise(policy: Policy, batch: Batch, config: Any) -> Tensor:
 
     usual = recomputed(config.micro_batch_tokens)
     with rounded_otherwise(policy):
-        return usual - recomputed(-(-config.micro_batch_tokens // 3))
-
-
-def observe_self_noise(policy: Policy, config: Any, batch: Batch) -> dict[str, float]:
-    """Mean and largest |self_noise|, in nats: the mismatch that rounding alone would cause."""
-    if not batch.mask.any():  # --mask-truncated may leave no token
-        return {}
-    noise = self_noise(policy, batch, config)
-    metrics = of_mismatch(noise, torch.zeros_like(noise), batch.mask)
+        second = recomputed(-(-config.micro_batch_tokens // 3))
+    metrics = of_mismatch(usual, second, batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
             "self_noise_max": metrics["mismatch_max"]}

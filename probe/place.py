@@ -67,8 +67,6 @@ def place(path: str, dtype: str) -> tuple[str, bool]:
         if values:
             mean, last, text = fmean(values), values[-1], column
             if column in (ABS, KL):
-                if min(values) < 0:
-                    raise ValueError(f"{name} must not be negative, {path} has {min(values)}")
                 word, text = placed(max(mean, last), column, dtype)
                 if name.startswith("sampling/") and not any(values):
                     word, text = "nothing", "0 in each step: TRL has compared nothing"
@@ -83,14 +81,12 @@ def place(path: str, dtype: str) -> tuple[str, bool]:
 def dtype_of(log: str, given: str | None) -> str:
     """The given dtype, or that of train.py's config.json beside the log.
 
-    Raises: ValueError if there is none, or if the two differ.
+    Raises: ValueError if there is none.
     """
     beside, recorded = Path(log).with_name("config.json"), None
     if beside.exists():
         with stage(f"reading {beside}"):
             recorded = json.loads(beside.read_text()).get("config", {}).get("dtype")
-    if given and recorded not in (None, given):
-        raise ValueError(f"dtype must be {recorded}, that of {beside}, got {given}")
     if not given and not recorded:
         raise ValueError(f"dtype must be given (no config.json of train.py is beside {log}); try"
                          " --dtype bfloat16, in which most trainers run vLLM")

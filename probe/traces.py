@@ -12,6 +12,7 @@ import numpy
 
 from engine_adapter import Rollout, Sampling
 from examples.record_vllm import NEUTRAL, check_sampling, save
+from report.errors import stage
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 VALUES = ("logprobs", "trainer_logprobs")  # columns of a group beside its tokens
@@ -48,11 +49,6 @@ class Trace:
         return [rollout.prompt_ids for rollout in self.rollouts], self.sampling
 
 
-def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
-    """What a trace has of a rollout, with that many response tokens, all of them the engine's."""
-    return Rollout(rollout.prompt_ids, None, rollout.token_ids[:count], rollout.logprobs[:count])
-
-
 def save_trace(path: str, trace: Trace) -> None:
     """Write an engine's trace as an npz file with one group; docs/audit.md has the layout."""
     sampling = {name: getattr(trace.sampling, name) for name in ("temperature", *NEUTRAL)}
@@ -63,7 +59,7 @@ def save_trace(path: str, trace: Trace) -> None:
 
 def load_traces(path: str) -> list[Trace]:
     """Every group of a trace, npz or JSON. Raises: ValueError naming the field that is wrong."""
-    try:
+    with stage(f"reading the trace {path} (docs/audit.md has the layout)"):
         record = json.loads(Path(path).read_text()) if path.endswith(".json") else _read_npz(path)
         meta = record["meta"]
         if meta.get("format", FORMAT) != FORMAT:
@@ -72,11 +68,8 @@ def load_traces(path: str) -> list[Trace]:
         if meta.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):
             raise ValueError("meta.dtype must be float32, bfloat16 or float16, got"
                              f" {meta['dtype']!r}")
-        prompts = _unpadded(_ids(record["prompt_ids"], "prompt_ids"))
+        prompts = _ids(record["prompt_ids"], "prompt_ids")
         return [_trace(name, group, prompts, meta) for name, group in record["groups"].items()]
-    except Exception as error:  # json, numpy and zipfile raise many types
-        missing = " is missing" if isinstance(error, KeyError) else ""
-        raise ValueError(f"{path}: {error}{missing} (docs/audit.md has the layout)") from error
 
 
 def _read_npz(path: str) -> dict[str, Any]:
@@ -94,13 +87,13 @@ def _read_npz(path: str) -> dict[str, Any]:
 
 def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
            meta: dict[str, Any]) -> Trace:
-    padded = _ids(group["tokens"], f"{name}/tokens")
-    if len(padded) != len(prompts):
+    tokens = _ids(group["tokens"], f"{name}/tokens")
+    if len(tokens) != len(prompts):
         raise ValueError(f"{name}/tokens must have a row for each row of prompt_ids")
-    columns = {column: _values(group[column], f"{name}/{column}", padded)
+    columns = {column: _values(group[column], f"{name}/{column}", group["tokens"])
                for column in VALUES if column in group}
-    rollouts = [Rollout(prompt, None, *values) for prompt, *values
-                in zip(prompts, _unpadded(padded), columns["logprobs"], strict=True)]
+    rollouts = [Rollout(prompt, None, *response) for prompt, *response
+                in zip(prompts, tokens, columns["logprobs"], strict=True)]
     # vLLM's word for no top-k is -1; the end of a response is not in a trace.
     given = group["sampling"]
     check_sampling(given)
@@ -109,25 +102,21 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
     return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))
 
 
-def _ids(given: Any, name: str) -> list[numpy.ndarray]:
-    rows = [numpy.asarray(row) for row in given]
-    for index, row in enumerate(rows):
-        if row.ndim != 1 or row.dtype.kind not in "iu" or row.min() < -1 or row.max() < 0:
-            raise ValueError(f"{name}, row {index} must be token ids, padded with -1 on the right")
-    return rows
-
-
-def _values(given: Any, name: str, padded: list[numpy.ndarray]) -> list[list[float]]:
-    if len(given) != len(padded):
-        raise ValueError(f"{name} must have the shape of the tokens")
+def _ids(padded: Any, name: str) -> list[list[int]]:
     rows = []
-    for index, (row, ids) in enumerate(zip(given, padded, strict=True)):
-        values = numpy.asarray(row, float)
-        if values.shape != ids.shape or not numpy.isfinite(values[ids >= 0]).all():
-            raise ValueError(f"{name}, row {index} must have a finite number for each token")
-        rows.append(values[ids >= 0].tolist())
+    for index, row in enumerate(map(numpy.asarray, padded)):
+        count = (row >= 0).sum()
+        if row.ndim != 1 or row.dtype.kind not in "iu" or not count or (row[:count] < 0).any():
+            raise ValueError(f"{name}, row {index} must be token ids, padded with -1 on the right")
+        rows.append(row[:count].tolist())
     return rows
 
 
-def _unpadded(rows: list[numpy.ndarray]) -> list[list[int]]:
-    return [row[row >= 0].tolist() for row in rows]
+def _values(padded: Any, name: str, tokens: Any) -> list[list[float]]:
+    rows = []
+    for index, (row, ids) in enumerate(zip(padded, tokens, strict=True)):
+        values, real = numpy.asarray(row, float), numpy.asarray(ids) >= 0
+        if values.shape != real.shape or not numpy.isfinite(values[real]).all():
+            raise ValueError(f"{name}, row {index} must have a finite number for each token")
+        rows.append(values[real].tolist())
+    return rows

@@ -44,7 +44,6 @@ def test_a_run_at_parity_is_normal(capsys, good, tmp_path):
     assert (status, list(metrics)) == (0, [each for each in METRICS if each.startswith("current_")])
     assert ["; normal for float32" in text for text in metrics.values()] == [True, True]
     assert place(capsys, log, "float32") == (status, metrics)
-    assert "error: dtype must be float32, that of " in refusal(["place", str(log), "--dtype=bfloat16"], capsys, main)
 
 
 @pytest.mark.parametrize("beside", [None, {"dtype": "float32"}, {"config": {}}])  # a model's, which TRL writes there
@@ -85,7 +84,6 @@ def test_rows_of_verl_and_prime_rl_and_what_cannot_be_compared(capsys, tmp_path)
     ('{"reward": 0.5}\n{"reward": 0.6}', "error: log must have one of current_mismatch_abs_mean, "),
     ("step 1 | mismatch_kl 1.0e-03", "as JSON lines or as a trainer_state.json failed: "),
     ('{"current_mismatch_kl": 1e-5}\n{"current_mismatch_kl": NaN}', "error: current_mismatch_kl must be finite"),
-    ('{"current_mismatch_kl": -1e-5}', "error: current_mismatch_kl must not be negative"),
 ])  # fmt: skip
 def test_a_file_that_is_no_log_is_refused_in_one_sentence(capsys, tmp_path, text, complaint):
     log = tmp_path / "log"

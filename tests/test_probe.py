@@ -250,7 +250,7 @@ def test_exit_status_is_1_for_a_mismatch_and_the_report_names_the_cause(capsys):
 
 
 @pytest.mark.parametrize("arguments, complaint", [
-    ("diagnose {root}/trace.npz --model {model}", "error: {root}/trace.npz: 'groups' is missing"),
+    ("diagnose {root}/trace.npz --model {model}", "error: reading the trace {root}/trace.npz (docs/"),
     ("diagnose {default} --model {root}/none", "error: loading the model in {root}/none failed"),
     ("diagnose {default} --model {model} --group none", "error: group must be one of those in {default}, got none"),
     ("layers --model {model} --num-prompts 0", "num_prompts must be in [1,"),

@@ -14,10 +14,11 @@ import torch
 from helpers import policy_in, qwen2, run_script
 from torch.nn.utils.rnn import pad_sequence
 
+from engine_adapter import Rollout
 from examples.record_trl import TraceRecorder
 from examples.record_vllm import SETTINGS
 from probe.diagnose import diagnose
-from probe.traces import first_tokens, load_traces
+from probe.traces import load_traces
 
 ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
 MODEL = str(DATA / "tiny-qwen2")
@@ -41,7 +42,7 @@ TWO_WAYS_IN = """
 import sys
 from record_vllm import main, record
 if __name__ == "__main__":
-    assert main() == 0
+    main()
     from vllm import LLM
     llm = LLM(sys.argv[2], dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=2**28,
               skip_tokenizer_init=True, gpu_memory_utilization=0.1, logprobs_mode="processed_logprobs")
@@ -66,7 +67,7 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     default, fixed = (load_traces(str(tmp_path / f"{name}.npz"))[0] for name in ("default", "fixed"))
-    assert (default.name, fixed.name) == ("t0.7", "t0.8_top_k20")
+    assert (default.sampling.temperature, fixed.sampling.top_k) == (0.7, 20)
     assert [len(r.token_ids) for r in fixed.rollouts] == [32] * 64
     assert default.meta["settings"]["model_config.logprobs_mode"] == "raw_logprobs"
     assert set(SETTINGS) - default.meta["settings"].keys() == {
@@ -94,7 +95,8 @@ def padded(table: list[list], side: str = "right") -> torch.Tensor:
 def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tmp_path):
     """The attributes of TRL 1.16's trainer that the callback reads; docs/audit.md has the run with TRL itself."""
     trace, *_ = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))  # temperature 0.7
-    rollouts = [first_tokens(rollout, 64 - index % 5) for index, rollout in enumerate(trace.rollouts[:16])]
+    rollouts = [Rollout(each.prompt_ids, None, each.token_ids[:end], each.logprobs[:end])
+                for end, each in enumerate(trace.rollouts[:16], 40)]  # fmt: skip
     prompts = padded([each.prompt_ids for each in rollouts], "left")
     tokens = padded([each.token_ids for each in rollouts])
     logprobs = padded([each.logprobs for each in rollouts])

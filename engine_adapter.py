@@ -301,8 +301,8 @@ class Engine:
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self.wanted = wanted_settings(parity) | (further or {})
         torch.cuda.empty_cache()  # what the trainer has freed while it was built
-        sizes = f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"
-        with verify.start_errors(self, sizes):  # a model that vLLM cannot run fails in here
+        # A model that vLLM cannot run fails in here.
+        with verify.start_errors(self, f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"):
             self._start(
                 model=model, seed=seed, dtype=str(dtype).removeprefix("torch."),
                 load_format="dummy", skip_tokenizer_init=True, disable_log_stats=True,
@@ -398,8 +398,9 @@ class Engine:
     ) -> list[Rollout]:
         """Queue one group; its rollouts fill up in place as `step` runs."""
         self._require("generate", "ready")
-        seeds = [None if seed is None else seed + g for g in range(group_size)]
-        return self._submit([Rollout(prompt_ids, own, sampling=sampling) for own in seeds])
+        return self._submit([
+            Rollout(prompt_ids, None if seed is None else seed + g, sampling=sampling)
+            for g in range(group_size)])
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Queue rollouts of one prompt, a request each, in vLLM's engine core.
@@ -439,11 +440,10 @@ class Engine:
             if str(output.finish_reason) not in FINISH_REASONS:
                 raise RuntimeError(f"vLLM ended a request with {output.finish_reason}")
             rollout = self._requests[output.request_id]
-            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
-            likeliest = slice(1, None)  # columns; column 0 is the sampled token
+            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K): the sampled token, the likeliest
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
             if self.collect:
-                self.collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
+                self.collect(rollout, ids[:, 1:], logprobs[:, 1:])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
@@ -492,7 +492,8 @@ class Engine:
         Raises: EngineStateError unless awake. WeightLoadError if a tensor is missing or unexpected
         (the engine is unchanged then), or if verify/ finds a fault (it is broken then).
         """
-        self._check_load(weights)
+        self._require("load", "awake", "ready")
+        verify.check_names(self, weights)
         self.state = "broken"  # until it is checked
         began = time.perf_counter()
         self._transfer(weights)
@@ -505,10 +506,6 @@ class Engine:
         seconds |= verify.after_load(self, weights, trainer_logprobs)
         self.state = "ready"
         return seconds
-
-    def _check_load(self, weights: Mapping[str, Tensor]) -> None:
-        self._require("load", "awake", "ready")
-        verify.check_names(self, weights)
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the tensors into vLLM's model."""

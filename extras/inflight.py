@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+import verify
 from engine_adapter import Engine, Rollout, Source, reseed
 from report.errors import MANY, within
 from tasks import Problem
@@ -209,7 +210,8 @@ class InflightEngine(Engine):
 
         Unfinished rollouts go on with weights that have not `changed`.
         """
-        self._check_load(weights)  # a load that is refused interrupts nothing
+        self._require("load", "awake", "ready")  # a load that is refused interrupts nothing
+        verify.check_names(self, weights)
         aborted = self._interrupt() if changed else []
         seconds = super().load(weights, trainer_logprobs, changed)
         self._restart(aborted)  # only now: a request needs an engine with weights

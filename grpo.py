@@ -14,9 +14,9 @@ of two numbers, and mostly writes the smaller one. The second unlearns it, and t
 Raw log-probabilities are those at temperature 1, so before any update a ratio is p_0.7 / p_1, far
 below 1 for unlikely tokens. The clip removes the gradient of those in wrong answers, and the policy
 drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
-Left out, but in train.py: audit and proof of a load (engine_adapter.py), fp32 masters (rl.py),
---objective, --kl-coef, --tis (objectives.py), passes over a file (tasks/), and in extras/ --reject
-(rejection.py), --resume (resume.py), --inflight-groups (inflight.py) and others.
+Left out, but in train.py: settings that are read back (verify/), fp32 masters (rl.py), --objective
+and --kl-coef (objectives.py), passes over a file (tasks/), and in extras/ --resume (resume.py),
+--inflight-groups (inflight.py), --reject (rejection.py), --top-p (sampling_mask.py) and others.
 """
 
 import json
@@ -31,8 +31,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, set_seed
+from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
 from transformers import PreTrainedTokenizerFast as Tokenizer
+
+from verify.proof import differing  # one file: all that a copy of this page needs beside it
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -44,14 +46,14 @@ from vllm import LLM, RequestOutput, SamplingParams  # noqa: E402, it reads the 
 
 
 @dataclass(frozen=True)
-class Options:
+class Config:
     """The defaults are the toy job. The first three are fixes: off is vLLM's default."""
     processed_logprobs: bool = True  # semantics: log-probabilities after the temperature
     uncached_runtime: bool = True  # inference path: no stale cache, late token or hidden default
     fp32_head: bool = True  # numerics: the engine's last projection in fp32, as the trainer's is
     two_policy: bool = False  # the ratio is pi / behavior, in place of pi / old
     model: str = "runs/page/model"  # folder of a Hugging Face causal language model
-    problems: str = "runs/page/problems.jsonl"  # lines {"question": ..., "answer": a number}
+    task: str = "runs/page/problems.jsonl"  # lines {"question": ..., "answer": a number}
     out: str = "runs/page/policy"  # folder for the trained model
     seed: int = 0  # decides the held-out problems, the problems of each step and the samples
     steps: int = 40  # the learning rate decays to zero over them
@@ -92,14 +94,79 @@ class Options:
             print("note: in float32 each head is fp32")
 
 
-# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^2, 5-2 or x_2.
-NUMBER = r"(?<![\w.,:/^])(?<!\w[-+])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w/^])(?=\D*\Z)"
-
-
-def last_number(text: str) -> Decimal | None:
-    """42 in GSM8K's "... #### 42"; None if the last digits of a text are something else."""
-    found = re.search(NUMBER, text)
-    return found and Decimal(re.sub("[$,]", "", found[0]))
+def train(config: Config):
+    """Yields metrics and rollouts of each step; saves the policy after the last one."""
+    tokenizer = Tokenizer.from_pretrained(config.model)
+    problems = read_problems(config.task, tokenizer)
+    shuffled = random.Random(config.seed).sample(problems, len(problems))
+    held_out = shuffled[: max(1, round(0.1 * len(problems)))]
+    training = shuffled[len(held_out) :]
+    longest_prompt = max(len(problem["prompt_ids"]) for problem in problems)
+    config.check(longest_prompt, len(training))
+    model, report = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype,
+        use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
+    misfits = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
+    untied = model.config.tie_word_embeddings and not model.all_tied_weights_keys
+    if untied or misfits:
+        raise ValueError(f"{config.model}: not of config.json, {untied=}, {misfits}")
+    optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), weight_decay=0.0, fused=True)
+    named = set()
+    for source in (tokenizer, model.generation_config, model.config):  # a chat model has several
+        eos = getattr(source, "eos_token_id", None)  # a number, a list or None
+        named |= set(eos if type(eos) is list else [eos])
+    stop = sorted(named - {None})
+    if not stop:
+        raise ValueError(f"{config.model} must name a stop token, or no response ends")
+    llm = start_engine(config, longest_prompt + config.max_new_tokens)
+    load(llm, model)
+    draw = random.Random(config.seed)
+    for step in range(1, config.steps + 1):
+        # 1. Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.
+        drawn = draw.sample(training, config.num_prompts)
+        asked = [problem for problem in drawn for _ in range(config.group_size)]
+        seed = int(sha256(repr((config.seed, "train", step)).encode()).hexdigest()[:12], 16)
+        set_seed(seed % 2**32)  # numpy's generator, of vLLM's samples on a GPU
+        torch.manual_seed(seed)  # torch's generator, of its samples on a CPU
+        rollouts = generate(llm, asked, config.temperature, config.max_new_tokens, stop)
+        if ON_GPU:
+            llm.sleep(level=2)  # frees the engine's weights and its cache
+        # 2. Score. A = (R - mean_group) / (std_group + 1e-4), exactly 0 for equal rewards.
+        rewards = grade(asked, rollouts, tokenizer)  # (B,)
+        groups = rewards.view(-1, config.group_size)  # (P, G)
+        groups = groups - groups[:, :1]  # the mean of equal numbers can be rounded
+        centred = groups - groups.mean(dim=1, keepdim=True)
+        advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1, 1)  # (B, 1)
+        # 3. The trainer's own log-probabilities, with the weights that the engine sampled with.
+        batch = make_batch(rollouts)
+        mask, behavior_logprobs = batch[2:]
+        micro = torch.arange(len(mask)).split(max(1, config.micro_batch_tokens // mask.shape[1]))
+        with torch.no_grad():
+            old = [score(model, batch, rows, config.temperature) for rows in micro]
+        old_logprobs = torch.cat(old)  # (B, T)
+        mismatch = old_logprobs - behavior_logprobs  # (B, T)
+        mismatch_abs_mean = (mismatch.abs().sum() / mask.sum()).item()
+        if config.processed_logprobs and config.uncached_runtime and config.fp32_head:
+            rounding = 1e-4 if model.dtype == torch.float32 else 0.15  # usual: 1e-6, a few 1e-2
+            assert mismatch_abs_mean < rounding, f"mismatch of {mismatch_abs_mean:.1e} nats"
+        # 4. Update, with weights of truncated importance sampling if there is a cap: (B, T).
+        correction = mask * mismatch.exp().clamp(max=config.tis_cap) if config.tis_cap else mask
+        denominator = behavior_logprobs if config.two_policy else old_logprobs  # (B, T)
+        warmup = min(1.0, step / 6)  # Adam's second moments are noise at first
+        optimizer.param_groups[0]["lr"] = config.lr * warmup * (1 - (step - 1) / config.steps)
+        metrics = {"step": step, "reward": rewards.mean().item()}
+        metrics |= update(model, optimizer, batch, advantages, denominator, correction, config)
+        metrics["mismatch_abs_mean"] = mismatch_abs_mean
+        # 5. Wake, load, verify.
+        torch.cuda.empty_cache()  # what the trainer has freed
+        llm.wake_up(tags=["weights"])  # without effect if the engine is awake
+        load(llm, model)
+        if step == config.steps or step % config.eval_every == 0:
+            answers = generate(llm, held_out, 0.0, config.max_new_tokens, stop)
+            metrics["held_out"] = grade(held_out, answers, tokenizer).mean().item()
+            print(held_out[0]["question"], tokenizer.decode(answers[0].outputs[0].token_ids))
+        yield metrics, rollouts
+    model.save_pretrained(config.out)
+    tokenizer.save_pretrained(config.out)
 
 
 def read_problems(path: str, tokenizer) -> list[dict]:
@@ -122,33 +189,32 @@ def read_problems(path: str, tokenizer) -> list[dict]:
     return problems
 
 
-def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tensor:
-    """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
-    rewards = []
-    for problem, output in zip(problems, outputs, strict=True):
-        response = output.outputs[0]
-        stopped = response.finish_reason == "stop"  # then the last token is a stop token
-        text = tokenizer.decode(response.token_ids[:-1] if stopped else response.token_ids)
-        rewards.append(float(last_number(text) == problem["answer"]))
-    return torch.tensor(rewards, device=DEVICE)
+# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^2, 5-2 or x_2.
+NUMBER = r"(?<![\w.,:/^])(?<!\w[-+])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w/^])(?=\D*\Z)"
 
 
-def start_engine(options: Options, max_model_len: int) -> LLM:
+def last_number(text: str) -> Decimal | None:
+    """42 in GSM8K's "... #### 42"; None if the last digits of a text are something else."""
+    found = re.search(NUMBER, text)
+    return found and Decimal(re.sub("[$,]", "", found[0]))
+
+
+def start_engine(config: Config, max_model_len: int) -> LLM:
     return LLM(
-        logprobs_mode="processed_logprobs" if options.processed_logprobs else "raw_logprobs",
-        enable_prefix_caching=not options.uncached_runtime,  # outlives a load, not a GPU's sleep
-        async_scheduling=not options.uncached_runtime,  # returns each token one step late
-        generation_config="vllm" if options.uncached_runtime else "auto",  # auto: the model's
-        hf_overrides={"head_dtype": "float32" if options.fp32_head else "model"},
-        model=options.model, dtype=options.dtype, block_size=options.block_size,
+        logprobs_mode="processed_logprobs" if config.processed_logprobs else "raw_logprobs",
+        enable_prefix_caching=not config.uncached_runtime,  # outlives a load, not a GPU's sleep
+        async_scheduling=not config.uncached_runtime,  # returns each token one step late
+        generation_config="vllm" if config.uncached_runtime else "auto",  # auto: the model's
+        hf_overrides={"head_dtype": "float32" if config.fp32_head else "model"},
+        model=config.model, dtype=config.dtype, block_size=config.block_size,
         skip_tokenizer_init=True,  # token ids in, token ids out
-        load_format="dummy",  # random weights: the canary finds a tensor that is never loaded
+        load_format="dummy",  # random weights: the proof names a tensor that is never sent
         max_model_len=max_model_len, max_num_seqs=512, enforce_eager=True, enable_sleep_mode=ON_GPU,
-        kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30), gpu_memory_utilization=0.1)
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30), gpu_memory_utilization=0.1)
 
 
-def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop: list[int]):
-    """One RequestOutput per problem. All that shapes the distribution is said: no default acts."""
+def generate(llm: LLM, problems: list[dict], temperature: float, length: int, stop: list[int]):
+    """One rollout per problem. All that shapes the distribution is said: no default acts."""
     params = SamplingParams(
         temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, max_tokens=length, min_tokens=0,
         stop_token_ids=stop, ignore_eos=True, seed=None, logit_bias=None, allowed_token_ids=None,
@@ -158,38 +224,33 @@ def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop
     return llm.generate(prompts, params, use_tqdm=False)
 
 
-def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
-    """Give the trainer's weights to the engine. Compare both on a few sampled tokens: a canary."""
-    torch.cuda.empty_cache()  # what the trainer has freed
-    llm.wake_up(tags=["weights"])  # without effect if the engine is awake
-    weights = iter(model.state_dict().items())  # names a tied head too, as vLLM's CPU build needs
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    llm.wake_up(tags=["kv_cache"])
-    batch = make_batch(sample(llm, canary, 1.0, length=3, stop=[]))
-    mask, behavior_logprobs = batch[2:]
-    with torch.no_grad():
-        logprobs = token_logprobs(model, batch, torch.arange(len(canary)), 1.0)
-    nats = ((logprobs - behavior_logprobs).abs().sum() / mask.sum()).item()
-    rounding = 1e-4 if model.dtype == torch.float32 else 0.15  # usual: 1e-6, and a few 1e-2
-    assert nats < rounding, f"after a load, engine and trainer differ by {nats:.1e} nats"
+def grade(problems: list[dict], rollouts: list[RequestOutput], tokenizer) -> Tensor:
+    """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
+    rewards = []
+    for problem, rollout in zip(problems, rollouts, strict=True):
+        response = rollout.outputs[0]
+        stopped = response.finish_reason == "stop"  # then the last token is a stop token
+        text = tokenizer.decode(response.token_ids[:-1] if stopped else response.token_ids)
+        rewards.append(float(last_number(text) == problem["answer"]))
+    return torch.tensor(rewards, device=DEVICE)
 
 
-def make_batch(outputs: list[RequestOutput]) -> list[Tensor]:
+def make_batch(rollouts: list[RequestOutput]) -> list[Tensor]:
     """inputs, targets, mask, behavior_logprobs: (B, T), padded right; position t predicts t + 1."""
     rows = []
-    for output in outputs:
-        response = output.outputs[0]
-        ids = torch.tensor([*output.prompt_token_ids, *response.token_ids])
-        of_prompt = torch.zeros(len(output.prompt_token_ids) - 1)  # its first token is no target
+    for rollout in rollouts:
+        response = rollout.outputs[0]
+        ids = torch.tensor([*rollout.prompt_token_ids, *response.token_ids])
+        of_prompt = torch.zeros(len(rollout.prompt_token_ids) - 1)  # its first token is no target
         mask = torch.cat([of_prompt, torch.ones(len(response.token_ids))])
         logprobs = torch.cat([of_prompt, torch.tensor(response.logprobs.logprobs)])
         rows.append((ids[:-1], ids[1:], mask, logprobs))
-    return [nn.utils.rnn.pad_sequence(each, True).to(DEVICE) for each in zip(*rows, strict=True)]
+    return [nn.utils.rnn.pad_sequence(part, True).to(DEVICE) for part in zip(*rows, strict=True)]
 
 
-def token_logprobs(model, batch: list[Tensor], rows: Tensor, temperature: float) -> Tensor:
+def score(model, batch: list[Tensor], rows: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature)[target] of some rows, 0 outside the mask: (b, T)."""
-    inputs, targets, mask, _ = (each[rows] for each in batch)
+    inputs, targets, mask, _ = (values[rows] for values in batch)
     response = mask > 0  # (b, T), N of them true
     hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # (b, T, H)
     weight = model.get_output_embeddings().weight  # (V, H)
@@ -198,19 +259,19 @@ def token_logprobs(model, batch: list[Tensor], rows: Tensor, temperature: float)
     return torch.zeros_like(mask).masked_scatter(response, logprobs)
 
 
-def update(model, optimizer, batch, advantages, denominator, weights, options) -> dict[str, float]:
+def update(model, optimizer, batch, advantages, denominator, correction, config) -> dict:
     """One pass with loss -mean min(r A, clip(r) A), A (B, 1), log r = logprobs - denominator."""
     mask, sums = batch[2], Counter()  # sums over the minibatches
-    for minibatch in torch.arange(len(mask)).split(len(mask) // options.num_minibatches):
+    for minibatch in torch.arange(len(mask)).split(len(mask) // config.num_minibatches):
         if not advantages[minibatch].any():
             continue  # AdamW would move the weights by momentum alone
         num_tokens = mask[minibatch].sum()  # so the losses of its micro-batches add up
-        for rows in minibatch.split(max(1, options.micro_batch_tokens // mask.shape[1])):
-            logprobs = token_logprobs(model, batch, rows, options.temperature)
+        for rows in minibatch.split(max(1, config.micro_batch_tokens // mask.shape[1])):
+            logprobs = score(model, batch, rows, config.temperature)
             ratio = torch.exp(logprobs - denominator[rows])  # (b, T)
             unclipped = ratio * advantages[rows]
-            clipped = ratio.clamp(1 - options.clip, 1 + options.clip) * advantages[rows]
-            loss = -(torch.minimum(unclipped, clipped) * weights[rows]).sum() / num_tokens
+            clipped = ratio.clamp(1 - config.clip, 1 + config.clip) * advantages[rows]
+            loss = -(torch.minimum(unclipped, clipped) * correction[rows]).sum() / num_tokens
             loss.backward()
             sums["loss"] += loss.item()
             sums["clip_rate"] += ((clipped < unclipped) * mask[rows] / num_tokens).sum().item()
@@ -222,82 +283,18 @@ def update(model, optimizer, batch, advantages, denominator, weights, options) -
     return means | {"updates": sums["updates"]}
 
 
-def train(options: Options):
-    """Yields metrics and outputs of each step; saves the policy after the last one."""
-    config = AutoConfig.from_pretrained(options.model)
-    if config.get_text_config() is not config or re.search('"(longrope|dynamic)"', str(config)):
-        raise ValueError(f"{options.model} is multimodal or its rotary tables vary: see train.py")
-    tokenizer = Tokenizer.from_pretrained(options.model)
-    problems = read_problems(options.problems, tokenizer)
-    shuffled = random.Random(options.seed).sample(problems, len(problems))
-    held_out = shuffled[: max(1, round(0.1 * len(problems)))]
-    training = shuffled[len(held_out) :]
-    longest_prompt = max(len(problem["prompt_ids"]) for problem in problems)
-    options.check(longest_prompt, len(training))
-    os.makedirs(options.out, exist_ok=True)
-    model, report = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype,
-        use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
-    misfits = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
-    untied = config.tie_word_embeddings and not model.all_tied_weights_keys
-    if untied or misfits:
-        raise ValueError(f"{options.model}: not of config.json, {untied=}, {misfits}")
-    optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), weight_decay=0.0, fused=True)
-    named = set()
-    for source in (tokenizer, model.generation_config, config):  # a chat model has several
-        eos = getattr(source, "eos_token_id", None)  # a number, a list or None
-        named |= set(eos if type(eos) is list else [eos])
-    stop = sorted(named - {None})
-    if not stop:
-        raise ValueError(f"{options.model} must name a stop token, or no response ends")
-    llm = start_engine(options, longest_prompt + options.max_new_tokens)
-    canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
-    wake_and_load(llm, model, canary)
-    draw = random.Random(options.seed)
-    for step in range(1, options.steps + 1):
-        # Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.
-        drawn = draw.sample(training, options.num_prompts)
-        asked = [problem for problem in drawn for _ in range(options.group_size)]
-        seed = int(sha256(repr((options.seed, "train", step)).encode()).hexdigest()[:12], 16)
-        set_seed(seed % 2**32)  # numpy's generator, of vLLM's samples on a GPU
-        torch.manual_seed(seed)  # torch's generator, of its samples on a CPU
-        outputs = sample(llm, asked, options.temperature, options.max_new_tokens, stop)
-        if ON_GPU:
-            llm.sleep(level=2)  # frees the engine's weights and its cache
-        # Score: A = (R - mean_group) / (std_group + 1e-4), exactly 0 for equal rewards.
-        rewards = score(asked, outputs, tokenizer)  # (B,)
-        groups = rewards.view(-1, options.group_size)  # (P, G)
-        groups = groups - groups[:, :1]  # the mean of equal numbers can be rounded
-        centred = groups - groups.mean(dim=1, keepdim=True)
-        advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1, 1)  # (B, 1)
-        # Old log-probabilities. The weights are still those that the engine sampled with.
-        batch = make_batch(outputs)
-        mask, behavior_logprobs = batch[2:]
-        parts = torch.arange(len(mask)).split(max(1, options.micro_batch_tokens // mask.shape[1]))
-        with torch.no_grad():
-            old = [token_logprobs(model, batch, rows, options.temperature) for rows in parts]
-        old_logprobs = torch.cat(old)  # (B, T)
-        mismatch = old_logprobs - behavior_logprobs  # (B, T)
-        # Update, with weights of truncated importance sampling if there is a cap: (B, T).
-        weights = mask * mismatch.exp().clamp(max=options.tis_cap) if options.tis_cap else mask
-        denominator = behavior_logprobs if options.two_policy else old_logprobs  # (B, T)
-        warmup = min(1.0, step / 6)  # Adam's second moments are noise at first
-        optimizer.param_groups[0]["lr"] = options.lr * warmup * (1 - (step - 1) / options.steps)
-        metrics = {"step": step, "reward": rewards.mean().item()}
-        metrics |= update(model, optimizer, batch, advantages, denominator, weights, options)
-        wake_and_load(llm, model, canary)
-        metrics["mismatch_abs_mean"] = (mismatch.abs().sum() / mask.sum()).item()
-        if step == options.steps or step % options.eval_every == 0:
-            answers = sample(llm, held_out, 0.0, options.max_new_tokens, stop)
-            metrics["held_out"] = score(held_out, answers, tokenizer).mean().item()
-            print(held_out[0]["question"], tokenizer.decode(answers[0].outputs[0].token_ids))
-        yield metrics, outputs
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
+def load(llm: LLM, model) -> None:
+    """Give the trainer's weights to the engine, and prove that it holds them bit for bit."""
+    weights = model.state_dict()  # names a tied head too, as vLLM's CPU build needs
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+    llm.wake_up(tags=["kv_cache"])
+    wrong, _, never_sent = differing(llm, weights)
+    assert not wrong + never_sent, f"the engine holds other values in {wrong + never_sent}"
 
 
 if __name__ == "__main__":
     try:
-        for metrics, _ in train(*HfArgumentParser(Options).parse_args_into_dataclasses()):
+        for metrics, _ in train(*HfArgumentParser(Config).parse_args_into_dataclasses()):
             print(" | ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -125,12 +125,12 @@ def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch)
         from tasks.toys import write_page
 
         write_page(Path("runs/page"))
-        options = grpo.Options(steps=3, num_minibatches=1)
+        options = grpo.Config(steps=3, num_minibatches=1)
         steps = [metrics for metrics, _ in grpo.train(options)]
         assert any(step.get("clip_rate", 0) > 0 for step in steps)  # in a first pass all ratios are 1
         # The parameters are the log-probabilities themselves, so the ratios are known.
         table, ones = torch.nn.Parameter(torch.tensor([[1.25], [1.3], [0.75]]).log()), torch.ones(3, 1)
-        grpo.token_logprobs = lambda model, batch, rows, temperature: table[rows]
+        grpo.score = lambda model, batch, rows, temperature: table[rows]
         done = grpo.update(torch.nn.ParameterList([table]), torch.optim.SGD([table]), (None, None, ones),
                            torch.tensor([[1.0], [1.0], [-1.0]]), 0 * ones, ones, options)  # fmt: skip
         assert done["loss"] == pytest.approx(-(1.25 + 1.28 - 0.8) / 3, rel=1e-5)

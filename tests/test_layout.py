@@ -1,13 +1,16 @@
 """Who may import what: the table of layers, which leaves no room for a circle."""
 
 import ast
+import re
+import subprocess
+import sys
 
 import pytest
 from helpers import ROOT
 
 # What a file or a folder may import of ours at its top.
 MAY_IMPORT = {
-    "grpo": "", "objectives": "", "report": "objectives", "verify": "report",
+    "grpo": "verify", "objectives": "", "report": "objectives", "verify": "report",
     "tasks": "report", "engine_adapter": "report tasks verify",
     "rl": "engine_adapter objectives",
     "train": "engine_adapter extras objectives report rl tasks verify",
@@ -40,3 +43,12 @@ def test_a_file_imports_what_its_layer_may(path):
     assert everywhere & MAY_IMPORT.keys() <= allowed | set(LATER.get(room, "").split())
     assert "vllm" not in at_the_top or room == "grpo"
     assert "vllm" not in everywhere or room in VLLM
+
+
+def test_a_copy_of_the_page_needs_the_proof_alone(tmp_path):
+    """Without verify/__init__.py, and nothing else of ours."""
+    page, proof = ((ROOT / name).read_text() for name in ("grpo.py", "verify/proof.py"))
+    assert re.findall(r"^ *(?:from|import) +(?:verify|report)\b.*?import", page, re.M) == ["from verify.proof import"]
+    (tmp_path / "verify").mkdir()
+    (tmp_path / "verify" / "proof.py").write_text(proof)
+    subprocess.run([sys.executable, "-c", "from verify.proof import differing"], cwd=tmp_path, check=True)

@@ -34,7 +34,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    DynamicCache,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -221,11 +220,10 @@ def frozen_logprobs(policy: Policy, batch: Batch, minibatches: list[list[torch.T
     return in_micro_batches(policy.score, batch, minibatches)["logprobs"]
 
 
-def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_batch_tokens: int = 2**14) -> Batch:
+def scored(policy: Policy, rollouts: list[Rollout], temperature: float) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    minibatches = minibatches_of(batch, 1, micro_batch_tokens)
-    return replace(batch, old_logprobs=frozen_logprobs(at(policy, temperature), batch, minibatches))
+    return replace(batch, old_logprobs=frozen_logprobs(at(policy, temperature), batch, minibatches_of(batch)))
 
 
 def at(policy: Policy, temperature: float) -> Policy:
@@ -298,25 +296,6 @@ def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) ->
     load_into(engine, policy)
 
 
-def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the response if `old` computed the caches (the recurrent state, and keys and values) up to
-    the update and `new` goes on from them one token at a time; and if each policy had computed everything itself.
-
-    Shapes: -> (N,), (N,).
-    """
-    ids, before = torch.tensor([rollout.prompt_ids + rollout.token_ids]), rollout.versions.count(rollout.versions[0])
-    first = len(rollout.prompt_ids) - 1
-    cut = first + (before if len(set(rollout.versions)) > 1 else 0)  # the token sampled last is not in the cache yet
-    cache, parts = DynamicCache(config=new.model.config), []
-    word = "cache_params" if new.model.config.model_type == "mamba2" else "past_key_values"
-    for policy, inputs in ((old, ids[:, :cut]), *((new, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
-        body = policy.model.base_model(input_ids=inputs, use_cache=True, **{word: cache})
-        parts.append(policy.head.logits(body.last_hidden_state[0]))
-    kept = torch.log_softmax(torch.cat(parts) / 0.7, dim=-1).gather(1, ids[0, 1:, None])[:, 0]  # (L - 1,)
-    of_old, of_new = (scored(policy, [rollout], 0.7).old_logprobs[0] for policy in (old, new))
-    return kept[first:], torch.cat([of_old[first:cut], of_new[cut:]])
-
-
 # ------------------------------------------------------------------------------------------------ small models
 def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
@@ -345,7 +324,6 @@ RECURRENT = ("FalconH1", "Mamba2")
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.
 PATCHED = ("Olmo2", "Olmo3", "SmolLM3", "GPTNeoX")
-MIXTURES = ("Qwen3Moe", "Qwen2Moe", "Mixtral")
 MATRIX_PROMPTS = [[95, *range(i, 23 + i)] for i in range(4)]  # with the responses 56 tokens: a window of 16 cuts
 MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 

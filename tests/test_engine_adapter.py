@@ -5,6 +5,7 @@ Tests that need equal engines follow one another, so that they share one (helper
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import helpers
@@ -28,8 +29,9 @@ from helpers import (
 
 import engine_adapter
 import verify
-from engine_adapter import Engine, ParityFlags, Sampling, reseed
+from engine_adapter import Engine, ParityFlags, Sampling, Source
 from rl import Policy
+from tasks import Problem, Task, exact_match
 from verify import canary
 from verify.errors import AuditError, EngineStateError, WeightLoadError
 
@@ -119,20 +121,16 @@ def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_en
             assert len(rollout.token_ids) == 30 or last
 
 
-def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_process_does(engine_folder):
+def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_runs_seed_and_its_step_do(engine_folder):
     policy, tokens = Policy(qwen2(tied=False)), lambda rollouts: [r.token_ids for r in rollouts]
     with started(engine_folder, policy) as engine:
         first = tokens(engine.generate(PROMPTS, 3, WARM, SEEDS))
         assert tokens(engine.generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])) == first[5:6]  # sample 2 of prompt 1
-        with pytest.raises(ValueError, match="shorter than"):
-            engine.generate(PROMPTS, 1, WARM, SEEDS[:1])
-        assert engine.num_unfinished == 0
-        batches = []
-        for seed in (5, 5, 6):
-            reseed(seed)
-            batches.append(tokens(engine.generate(PROMPTS, 3, WARM)))
-    assert batches[0] == batches[1] != batches[2]
-    assert all(len({*map(tuple, batch)}) > 6 for batch in (first, *batches))  # samples of a group differ
+        task = Task([Problem("", "", "", PROMPTS[0])], [], exact_match)
+        runs = [tokens(Source(engine, task, WARM, 1, 12, seed).next(step)[1])
+                for seed, step in ((5, 1), (5, 1), (6, 1), (5, 2))]  # fmt: skip
+    assert runs[0] == runs[1] != runs[2] != runs[3] != runs[0]
+    assert all(len({*map(tuple, samples)}) > 6 for samples in (first, *runs))  # samples of a group differ
 
 
 # ------------------------------------------------------------------------------------------------ weight load
@@ -140,10 +138,8 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
     policy, name = Policy(qwen2(tied=False)), "model.layers.1.self_attn.k_proj.weight"
     with started(engine_folder, policy) as engine:
         version, weights = engine.weight_version, policy.weights()
-        missing = {each: tensor for each, tensor in weights.items() if each != name}
-        for names, word in ((missing, name), (weights | {"model.layers.7": weights[name]}, "model.layers.7")):
-            with pytest.raises(WeightLoadError, match=f"missing or unknown are {word}$"):
-                engine.load(names, policy.response_logprobs)
+        with pytest.raises(WeightLoadError, match=f"missing or unknown are {name}, unknown$"):
+            engine.load({word.replace(name, "unknown"): weights[word] for word in weights}, policy.response_logprobs)
         assert (engine.weight_version, engine.state) == (version, "ready")
         assert floors(policy, engine) < AT_PARITY
         for wrong, reason in ((weights[name] / 0, "log-probabilities are"), (weights[name].T, "vLLM refused the")):
@@ -200,24 +196,20 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
 def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, monkeypatch):
     """vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
     policy = Policy(qwen2(tied=False))
-    sample = lambda: engine.generate(PROMPTS, 1, WARM, SEEDS)  # noqa: E731
+    sample, load = lambda: engine.generate(PROMPTS, 1, WARM, SEEDS), lambda: load_into(engine, policy)
     close_live_engine()
     monkeypatch.setattr(gc, "freeze", helpers.freeze)  # as on a GPU, where helpers.py leaves them alone
     monkeypatch.setattr(gc, "unfreeze", helpers.unfreeze)
     with started(engine_folder, policy) as engine:
-        engine.sleep()
-        for reason, call in (("this one is asleep: .* wake", sample), ("needs an engine that is ready", engine.sleep),
-                             ("load needs", lambda: load_into(engine, policy))):
-            with pytest.raises(EngineStateError, match=reason):
+        for reason, call in (
+            ("", engine.sleep), ("is asleep: .* wake", sample), ("needs an engine that is ready", engine.sleep),
+            ("load needs", load), ("", engine.wake), (r"is awake: .* load\(\) to ready", sample),
+            ("needs .* asleep", engine.wake), ("", load), ("a process holds one engine", lambda: Engine(
+                engine_folder, {}, ParityFlags(), max_model_len=128)),
+        ):
+            with pytest.raises(EngineStateError, match=reason) if reason else nullcontext():
                 call()
-        engine.wake()
-        for reason, call in ((r"this one is awake: .* load\(\) to ready", sample), ("needs .* asleep", engine.wake)):
-            with pytest.raises(EngineStateError, match=reason):
-                call()
-        load_into(engine, policy)
         assert floors(policy, engine) < AT_PARITY
-        with pytest.raises(EngineStateError, match="a process holds one engine"):
-            Engine(engine_folder, {}, ParityFlags(), max_model_len=128)
     model = engine.vllm_model
     held = [*map(weakref.ref, (engine.runner, engine.runner.sampler, *model.modules(), *model.parameters()))]
     del model

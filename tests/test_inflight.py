@@ -1,4 +1,5 @@
-"""Groups in flight over weight updates: none is lost or used twice, and each fix does to the KV cache what it says."""
+"""Groups in flight over weight updates and evaluations: none is lost or used twice, and each fix does to the KV cache
+what it says."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +11,22 @@ import pytest
 import torch
 from helpers import (
     AT_PARITY,
-    PYTHON,
     ROUNDING,
     command,
     drawn_ids,
     floors,
     floors_of,
     move_and_load,
-    over_a_kept_state,
+    policy_of,
     qwen2,
     rows,
+    scored,
     small_model,
     started,
+    timeless,
     train_here,
 )
+from transformers import DynamicCache
 
 from engine_adapter import ParityFlags, Sampling
 from extras.inflight import Group, GroupsInFlight
@@ -31,6 +34,7 @@ from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from tasks import Problem, Task, exact_match
 from verify import canary
+from verify.errors import EngineStateError
 
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
 RECOMPUTE = replace(ABORT, variants=("recompute",))
@@ -82,7 +86,7 @@ def vllm(parity: ParityFlags, room: int, **changes):
 
 
 @pytest.mark.parametrize("kind, parity, room", [
-    ("transformers", KEEP, 4), vllm(KEEP, 64), vllm(RECOMPUTE, 4), vllm(ABORT, 64),
+    ("transformers", KEEP, 4), vllm(RECOMPUTE, 4), vllm(ABORT, 64),
     vllm(KEEP, 4, uncached_runtime=False),  # asynchronous scheduling
 ], ids=named)  # fmt: skip
 def test_every_group_is_trained_on_once_or_in_flight(engine_folder, kind, parity, room):
@@ -124,8 +128,7 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
     with backend("vllm", engine_folder, room=8) as (policy, engine):
         flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         flight.groups += islice(numbered_groups(), 9)
-        problems = [group.problem for group in flight.groups]
-        flight.task = replace(flight.task, train=problems)
+        flight.task.train.extend(group.problem for group in flight.groups)
         flight.take(3)
         move_and_load(policy, engine)
         engine.counters["kv_lost"] = 7
@@ -146,7 +149,7 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
 ], ids=named)  # the last two have recurrent states
 @torch.no_grad()
 def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, parity):
-    """Against caches of the old and the new weights in transformers, token by token."""
+    """Against a cache in transformers, token by token, and against each policy that computes all by itself."""
     model = qwen2(tied=False) if name == "Qwen2" else small_model(name, False)
     model.save_pretrained(tmp_path)
     policy, update = Policy(model), parity.inflight_update
@@ -155,20 +158,34 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
                     for rollout in engine.submit(list(range(6, 6 + size)), 2, Sampling(0.7, 24), size)]  # fmt: skip
         for _ in range(12):
             engine.step()
-        version, wasted, old = engine.weight_version, engine.counters["tokens_wasted"], deepcopy(policy)
+        version, old = engine.weight_version, deepcopy(policy)
+        engine.load(policy.weights(), policy.response_logprobs, changed=False)  # interrupts nothing
+        assert engine.counters["tokens_wasted"] == 0
+        before = len(rollouts[0].token_ids)  # the load's checks advance them
         move_and_load(policy, engine, scale=0.03)
         while engine.num_unfinished:
             engine.step()
         assert floors(policy, engine) < AT_PARITY  # the engine is clean again
     aborted = update == "abort"
-    assert engine.counters["tokens_wasted"] - wasted == (12 * 6 if aborted else 0)
+    assert engine.counters["tokens_wasted"] == (before * 6 if aborted else 0)
+    before = 0 if aborted else before
     for rollout in rollouts:
-        assert rollout.versions == [version + 1] * 24 if aborted else [version] * 12 + [version + 1] * 12
-        kept, own = over_a_kept_state(policy if aborted else old, policy, rollout)
+        assert rollout.versions == [version] * before + [version + 1] * (24 - before)
+        ids, first = torch.tensor([rollout.prompt_ids + rollout.token_ids]), len(rollout.prompt_ids) - 1
+        cut = first + before  # the token sampled last is not in the cache yet
+        # `old` computes the caches (the recurrent state, and keys and values), and `policy` goes on from them.
+        cache = {"cache_params" if name == "Mamba2" else "past_key_values": DynamicCache(config=model.config)}
+        logits = []
+        for each, inputs in ((old, ids[:, :cut]), *((policy, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
+            body = each.model.base_model(input_ids=inputs, use_cache=True, **cache)
+            logits.append(each.head.logits(body.last_hidden_state[0]))
+        kept = torch.log_softmax(torch.cat(logits) / 0.7, dim=-1).gather(1, ids[0, 1:, None])[first:, 0]  # (N,)
+        of_old, of_new = (scored(each, [rollout], 0.7).old_logprobs[0, first:] for each in (old, policy))
+        own = torch.cat([of_old[:before], of_new[before:]])
         same, other = (kept, own) if update == "keep" else (own, kept)
         found = torch.tensor(rollout.logprobs).double()
         assert (found - same).abs().max() <= 10 * ROUNDING
-        assert aborted or (found - other)[12:].abs().mean() > 100 * ROUNDING
+        assert aborted or (found - other)[before:].abs().mean() > 100 * ROUNDING
 
 
 @pytest.mark.engine
@@ -194,10 +211,9 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("options", [dict(), dict(block_size=32, kv_cache_gib=0.0006)], ids=str)
-def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(engine_folder, options):
+def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(engine_folder):
     """The small cache holds about half of the running rollouts, so vLLM preempts some."""
-    with backend("vllm", engine_folder, **options) as (policy, engine):
+    with backend("vllm", engine_folder, block_size=32, kv_cache_gib=0.0006) as (policy, engine):
         prompts = [[5, 6, 7 + number] for number in range(8)]
         rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, ENDLESS, n)]
         kept, lost = [], 0  # a cache is lost once, however often it is looked at
@@ -208,25 +224,72 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(e
             kept = [(request, request.num_preemptions) for request in engine.core.scheduler.running]
             move_and_load(policy, engine)
         assert all(rollout.finish_reason == "length" for rollout in rollouts)
-        assert engine.counters["kv_lost"] == lost
-        assert (lost > 0) == bool(options)
+        assert engine.counters["kv_lost"] == lost > 0
         again = engine.generate(prompts, 2, ENDLESS, list(range(8)))  # preempted, without an update
         assert floors_of(policy, again, 1.0) < AT_PARITY
 
 
+# ------------------------------------------------------------------------------------------------ an evaluation
+EVALUATED = "--task {root}/task.py --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 24 --eval-problems 3"
+
+
 @pytest.mark.engine
-def test_steps_without_a_signal_waste_no_token_and_a_resumed_run_submits_its_groups_again(good, tmp_path):
-    """The reward is constant, so that no step has a signal; V1's abort would throw unfinished work away."""
-    (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
-    arguments = command(good, f"--out {tmp_path}/run --task {tmp_path}/task.py --steps 4 --inflight-groups 3"
-                              " --max-num-seqs 12 --checkpoint-every 2 --eval-problems 4"
-                              " --max-new-tokens 40 --temperature 2 --parity.no-inflight-keep")  # fmt: skip
-    train_here(arguments)
-    steps = rows(tmp_path / "run")[1:]
-    assert [(row["updates"], row["skipped_updates"]) for row in steps] == [(0, 2)] * 4
-    assert all(row["tokens_wasted"] == row["staleness_max"] == 0 for row in steps)
-    (newest,) = tmp_path.glob("run/checkpoints/step_000004*")
-    newest.unlink()  # as if the run had been killed in step 4
-    train_here([*arguments, "--resume"])
-    again = rows(tmp_path / "run")[1:]
-    assert [(row["step"], row["groups_in_flight"]) for row in again] == [(step, 3) for step in (1, 2, 3, 4)]
+@pytest.mark.parametrize("options", ["", "--parity.no-inflight-keep"])
+def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_at_its_end(good, tmp_path, options):
+    words = f"{EVALUATED} --steps 6 --lr 1e-2 --eval-samples 2 --temperature 1.3 --max-staleness 20 {options}"
+    found = []
+    for every in (1, 6):
+        out = tmp_path / str(every)
+        train_here(command(good, f"{words} --eval-every {every} --out {out}"))
+        found.append([{name: value for name, value in row.items() if not name.startswith("eval_")}
+                      for row in timeless(out)[1:]])  # fmt: skip
+    assert found[0] == found[1]
+    assert sum(row["updates"] > 0 and row["staleness_max"] > 0 for row in found[0]) > 2
+
+
+@pytest.mark.engine
+def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_path):
+    """A step is under way when it begins. The policy does not change, so that any mismatch is a wrong token."""
+    train_here(command(good, f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1 --out {tmp_path}"
+                             " --parity.no-uncached-runtime --parity.variants async-scheduling"))  # fmt: skip
+    found = rows(tmp_path)[1:]
+    assert max(row["staleness_max"] for row in found) > 0
+    assert max(row["mismatch_max"] for row in found) < ROUNDING
+
+
+@pytest.mark.engine
+def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is_lost(tmp_path):
+    """Gemma 2's layers with a window are a group of their own, with blocks of the same pool."""
+    policy = policy_of(tmp_path, "Gemma2")
+    with started(str(tmp_path), policy, in_flight=True, block_size=32, kv_cache_gib=0.0006) as engine:
+        # Of different lengths, so that few rows need a new block in the same step.
+        rollouts = [engine.submit([5, 6, 7 + n] + [9] * 4 * n, 2, Sampling(1.0, 120), n)[0] for n in range(8)]
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        while pool.get_num_free_blocks() >= 2 * 5:  # a row has 160 tokens
+            engine.step()
+        assert pool.get_num_free_blocks() >= 5
+        with pytest.raises(EngineStateError, match="more --kv-cache-gib or fewer --inflight-groups"), engine.holding():
+            raise AssertionError("not reached")
+        while engine.num_unfinished:
+            engine.step()
+        assert all(len(rollout.token_ids) == 120 for rollout in rollouts)
+
+
+@pytest.mark.engine
+def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engine_folder, monkeypatch):
+    """As with model runner V2, which a GPU has. A scheduler that gave all places away would find none free there."""
+    monkeypatch.setattr("extras.inflight.keeps_places", lambda runner: True)
+    with started(engine_folder, Policy(qwen2(tied=False)), in_flight=True, max_num_seqs=8) as engine:
+        engine.submit([5, 6, 7], 10, Sampling(1.0, 60), 0)
+        engine.step()
+        with engine.holding():
+            others = engine.submit([9, 9], 4, Sampling(1.0, 5), 1)
+            most = 0
+            while not all(rollout.finish_reason for rollout in others):
+                engine.step()
+                most = max(most, len(engine.core.scheduler.running))
+        assert most == 8 + canary.PROMPTS - 10
+        engine.submit([5, 6], 2, Sampling(1.0, 60), 3)
+        engine.step()
+        with pytest.raises(EngineStateError, match="or no place, for an evaluation"), engine.holding():
+            raise AssertionError("not reached")

@@ -1,40 +1,35 @@
-"""Adapters (--lora-rank): identities, gradients, loads, and a run with its checkpoint and its export.
+"""Adapters (--lora-rank): identities, gradients, and a run with its checkpoint and its export.
 
-The models that are refused are those of test_rounded_weights.py.
+Loads, and models that are refused, are in test_rounded_weights.py.
 """
 
 from copy import deepcopy
 
 import pytest
 import torch
-from helpers import RECURRENT, at, built, load_into, qwen2, small_model, started
+from helpers import RECURRENT, at, built, qwen2, small_model
 from transformers import AutoModelForCausalLM
 
 from engine_adapter import Rollout
 from extras.lora import Adapters, Options
 from rl import Policy, make_batch
 from train import Trainer, save_policy, train_step
-from verify.proof import differing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
 logprobs = lambda policy: at(policy, 0.7).score(BATCH)["logprobs"]  # noqa: E731
 
 
-def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> Policy:
-    policy = Policy(model, send=Adapters(model, Options(4, **options), 1))
-    if ratio:
-        grow(policy, ratio)
-    return policy
+def adapted(model: torch.nn.Module, **options) -> Policy:
+    return Policy(model, send=Adapters(model, Options(4, **options), 1))
 
 
 @torch.no_grad()
-def grow(policy: Policy, ratio: float, seed: int = 0) -> None:
-    """A random B of each layer, such that |s B A| = ratio |W|."""
-    generator = torch.Generator().manual_seed(seed)
+def grow(policy: Policy) -> None:
+    """A random B of each layer, such that |s B A| = 0.05 |W|."""
     for layer in policy.send.layers.values():
-        b = torch.randn(layer.lora_B.shape, generator=generator)
-        layer.lora_B.copy_(b * ratio * layer.weight.float().norm() / (layer.scale * b @ layer.lora_A).norm())
+        b = torch.randn(layer.lora_B.shape)
+        layer.lora_B.copy_(b * 0.05 * layer.weight.float().norm() / (layer.scale * b @ layer.lora_A).norm())
 
 
 # ------------------------------------------------------------------------------------------------ identities
@@ -45,7 +40,9 @@ def test_adapters_at_their_start_are_the_base_bit_by_bit_also_as_kl_reference(dt
     policy = adapted(qwen2(tied=False, dtype=dtype), lora_forward=forward)
     reference = policy.copied_weights()
     assert torch.equal(logprobs(policy), expected)
-    grow(policy, 0.05)
+    # Each is merged when a load asks for it: this needs memory for a layer, and not for a second model.
+    assert sum(map(callable, policy.weights().data.values())) == 14
+    grow(policy)
     assert (logprobs(policy) - expected).abs().max() > 1e-2
     with policy.using(reference):
         assert torch.equal(logprobs(policy), expected)
@@ -57,7 +54,8 @@ def test_adapters_at_their_start_are_the_base_bit_by_bit_also_as_kl_reference(dt
 ])  # fmt: skip
 def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradients_are_those_of_dw(name, dtype):
     plain = Policy(small_model(name, name == "Gemma2").to(dtype))
-    policy = adapted(deepcopy(plain.model), 0.05)
+    policy = adapted(deepcopy(plain.model))
+    grow(policy)
     plain.model.load_state_dict(dict(policy.weights()), strict=False)  # a head may have another name in checkpoints
     assert torch.equal(logprobs(policy), logprobs(plain))
     logprobs(plain).sum().backward()
@@ -70,21 +68,6 @@ def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradien
             error = (found - expected).norm() / expected.norm()
             assert error < (1e-5 if dtype == torch.float32 else 4e-2)  # dW is rounded to 16 bits
     assert policy.head.weight.grad is None
-
-
-# ------------------------------------------------------------------------------------------------ the engine
-@pytest.mark.engine
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_three_loads_arrive_bit_by_bit(engine_folder, dtype):
-    policy = adapted(qwen2(tied=False, dtype=dtype))
-    with started(engine_folder, policy, max_model_len=64) as engine:
-        for load in range(3):
-            grow(policy, 0.05, load)
-            assert len(differing(engine.llm, policy.weights()).differing) == 14
-            load_into(engine, policy)
-            assert not differing(engine.llm, policy.weights()).differing
-    # Each is merged when a load asks for it: this needs memory for a layer, and not for a second model.
-    assert sum(map(callable, policy.weights().data.values())) == 14
 
 
 # ------------------------------------------------------------------------------------------------ a run

@@ -1,4 +1,4 @@
-"""Rollouts from rounded weights: the engine gets them, exactly, and the trainer keeps its own."""
+"""Rollouts from rounded weights: the engine gets them, exactly; the trainer keeps its own. Adapters are sent, too."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from helpers import (
     train_here,
 )
 
+from extras.lora import Adapters, Options
 from extras.rounded_weights import ROUNDINGS, RoundedWeights, rounded
 from rl import Policy
 
@@ -38,21 +39,24 @@ def test_each_value_is_the_nearest_multiple_of_the_scale(kind):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name, dtype", [("Llama, biases", torch.float32), ("Llama, biases", torch.bfloat16),
-                                         ("FalconH1", torch.float32), ("NemotronH", torch.float32)])  # fmt: skip
-def test_the_engine_holds_the_rounded_weights_bit_by_bit_and_the_canary_scores_with_them(tmp_path, name, dtype):
+@pytest.mark.parametrize("name, dtype, kind", [
+    ("Llama, biases", torch.float32, "int3"), ("Llama, biases", torch.bfloat16, "int3"),
+    ("FalconH1", torch.float32, "int3"), ("NemotronH", torch.float32, "int3"), ("Llama, biases", torch.float32, None),
+])  # fmt: skip
+def test_the_engine_holds_what_is_sent_bit_by_bit_and_the_canary_scores_with_it(tmp_path, name, dtype, kind):
+    """Without a kind of rounding: the sums of weights and adapters."""
     model = small_model(name, False).to(dtype)
     model.save_pretrained(tmp_path)
     own = {name: tensor.clone() for name, tensor in Policy(model).weights().items()}
-    policy = Policy(model, send=RoundedWeights(model, "int3"))
+    policy = Policy(model, send=RoundedWeights(model, kind) if kind else Adapters(model, Options(4), 1))
     with started(str(tmp_path), policy, verify_loads=1) as engine:
         sent = policy.weights()
-        changed = {name for name in sent if not torch.equal(sent[name], own[name])}
-        assert changed == {name for name in own if "_proj.weight" in name}
+        changed = {name for name in own if not torch.equal(sent[name], own[name])}
+        assert changed == {name for name in own if kind and "_proj.weight" in name}
         for load in range(2):
             move(policy, 0.01, load)
             load_into(engine, policy)  # the proof, and in float32 a canary of 1e-4
-        assert mismatch(policy, engine)["mismatch_abs_mean"] > 100 * ROUNDING
+        assert (mismatch(policy, engine)["mismatch_abs_mean"] > 100 * ROUNDING) == bool(kind)
 
 
 @pytest.mark.engine

@@ -131,38 +131,6 @@ def storage(module: Any, parameter: str) -> tuple[int, Any]:
     return tensor.data_ptr() or id(tensor), packed
 
 
-def blank(engine: Any) -> None:
-    """Fill the engine's weights with NaN, so that `untouched` names what a later load leaves out.
-
-    A load of values that the engine has already would show nothing.
-    """
-    with live_model(engine) as model:
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                parameter.data.fill_(torch.nan if parameter.is_floating_point() else 0)
-            if hasattr(module, "cpu_linear"):  # packed again
-                if not module.weight.numel():
-                    shape = sum(module.output_partition_sizes), module.input_size
-                    nans = torch.full(shape, torch.nan, dtype=module.params_dtype)
-                    module.weight = torch.nn.Parameter(nans, requires_grad=False)
-                module.quant_method.process_weights_after_loading(module)
-
-
-def untouched(engine: Any) -> list[str]:
-    """The parameters that hold a NaN, by vLLM's names.
-
-    Of a layer that a load touched in part the rest is uninitialised memory: `differing` names it.
-    """
-    names = set()
-    with live_model(engine) as model:
-        for path, module in model.named_modules():
-            tensors = [*module.named_parameters(recurse=False)]
-            if hasattr(module, "cpu_linear"):
-                tensors += copies(module)
-            names |= {f"{path}.{kind}" for kind, tensor in tensors if tensor.isnan().any()}
-    return sorted(names)
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Of one dtype; NaN is equal to itself, and 0 to -0, which a packed layer does not give back.
     """

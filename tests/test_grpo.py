@@ -252,11 +252,9 @@ PLAIN = {"42": 42, "so 1,200.50 left.": Decimal("1200.5"), "x = -3": -3, "-$7": 
 
 @pytest.mark.engine  # it starts none, but the page imports vllm
 def test_what_page_reads_as_a_number():
-    """Where the page reads none the core may read one, such as 3/2."""
     import grpo
 
     assert {text: grpo.last_number(text) for text in PLAIN} == PLAIN
-    assert all(last_number(text) == number for text, number in PLAIN.items() if number is not None)
 
 
 def test_page_is_one_page():

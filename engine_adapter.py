@@ -26,64 +26,41 @@ import torch
 from torch import Tensor
 
 import verify
-from report.errors import LARGEST, MANY, SMALLEST, within
+from report.errors import MANY, within
 from tasks import Problem, Task
 from verify import canary
 from verify.errors import EngineStateError
 
 
 # ---------------------------------------------------------------------------------- rollouts
-def check_mask(options: Any) -> None:
-    """The rules of top_k, top_p and min_p, of LearningConfig and of engine_adapter.Sampling."""
-    within(options, 0, MANY, "top_k")
-    within(options, 1e-6, 1, "top_p")  # in float32 less keeps no token
-    within(options, 0, 1, "min_p")
-
-
-def has_sampling_mask(options: Any) -> bool:
-    """Whether top-k, top-p or min-p can cut a token off."""
-    return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
-
-
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the sampled distribution; the rest stays at vLLM's neutral defaults.
+    """What shapes the sampled distribution; the rest stays at vLLM's neutral defaults.
 
-    Training uses temperature and mask. The probe also uses the penalties:
-    `probe.replay.Replay.logprobs` reproduces all.
+    An option with another distribution has a subclass.
     """
 
     temperature: float  # 0 is greedy
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
 
     def __post_init__(self):
-        check_mask(self)
         within(self, 1, MANY, "max_new_tokens")
-        within(self, SMALLEST, LARGEST, "repetition_penalty")
-        within(self, -LARGEST, LARGEST, "presence_penalty", "frequency_penalty")
         if self.temperature:
             within(self, 0.01, 2, "temperature")  # vLLM's range
 
+    def at(self, temperature: float) -> "Sampling":
+        """For answers that are not trained on."""
+        return replace(self, temperature=temperature)
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """(N, V) logits as they are before the sampler's softmax."""
+        return logits / self.temperature
+
     def arguments(self, vocab_size: int) -> dict[str, Any]:
-        """Those of vLLM's SamplingParams: each that shapes the distribution, so that no default of
-        the model's folder counts."""
-        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
-        # if a set is larger.
-        num_logprobs = min(self.max_kept + 1, vocab_size) if self.max_kept else 0
-        return dict(
-            temperature=self.temperature, max_tokens=self.max_new_tokens,
-            stop_token_ids=list(self.stop_token_ids), logprobs=num_logprobs,
-            top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty)
+        """Those of vLLM's SamplingParams."""
+        return dict(temperature=self.temperature, max_tokens=self.max_new_tokens,
+                    stop_token_ids=list(self.stop_token_ids), logprobs=0)
 
 
 @dataclass

@@ -37,8 +37,6 @@ from engine_adapter import (
     Rollout,
     Sampling,
     Source,
-    check_mask,
-    has_sampling_mask,
     reseed,
 )
 from extras import Flat
@@ -105,10 +103,6 @@ class Core:
     group_size: int = 8  # Samples per problem (G).
     max_new_tokens: int = 8  # Longest response in tokens; the toy answers with 5, its end included.
     temperature: float = 0.7  # Of sampler and trainer; at 1, raw and processed values are equal.
-    top_k: int = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
-    top_p: float = 1.0  # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
-    min_p: float = 0.0  # Keep tokens with min_p times the largest probability or more; 0 is off.
-    max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
     # What is learnt from it.
     objective: Literal[tuple(OBJECTIVES)] = "grpo"  # Formulas and sources in objectives.py.
     # The ratio is that of trainer and engine; if off, of the trainer after and before the update.
@@ -151,12 +145,11 @@ class Core:
         within(self, 0, 2**32 - 1, "seed")  # numpy's
         within(self, 2, 2**16, "group_size")  # its mean is the baseline
         within(self, 1, MANY, "num_prompts", "max_new_tokens", "num_minibatches",
-               "micro_batch_tokens", "checkpoint_every", "max_num_seqs", "max_kept",
+               "micro_batch_tokens", "checkpoint_every", "max_num_seqs",
                "eval_every", "eval_problems")
         within(self, 1, 2**16, "eval_samples")
         within(self, 0, MANY, "lr_warmup_steps")
         within(self, 0.01, 2, "temperature")  # vLLM's range
-        check_mask(self)
         within(self, SMALLEST, LARGEST, "lr", "clip_high", "tis_cap")
         within(self, 0, LARGEST, "kl_coef")
         within(self, 0, 1, "clip_low")
@@ -184,22 +177,6 @@ class Core:
                              f" {self.tis_cap}; try --tis token")
         if self.tis != "off":
             self.check_correction("tis", self.parity.off())
-        rules = (
-            # The sampler's mask.
-            ("sampling_mask must be on without top_k, top_p and min_p",
-             not self.parity.sampling_mask and not has_sampling_mask(self),
-             "no mask"),
-            ("max_kept must be given with top_k, top_p or min_p and sampling_mask only",
-             self.max_kept and not self.largest_kept_set,
-             "else no kept set is returned", f", got {self.max_kept}"),
-            ("sampling_mask needs processed_logprobs if top_k, top_p or min_p is given",
-             self.largest_kept_set and not self.parity.processed_logprobs,
-             "raw log-probabilities do not show which tokens were kept",
-             "; try --parity.no-sampling-mask"),
-        )
-        for what, broken, why, *end in rules:
-            if broken:
-                raise ValueError(f"{what} ({why}){''.join(end)}")
         for check in extras.each("check", self):
             check(self)
 
@@ -216,15 +193,6 @@ class Core:
             raise ValueError(f"{name} must be off while a fix is off (a correction hides the broken"
                              f" backend), got {name} {value} without {', '.join(off)}; to study"
                              " that, --correct-a-broken-backend")
-
-    @property
-    def largest_kept_set(self) -> int:
-        """`Sampling.max_kept` of the training; 0: the trainer's softmax is over the vocabulary."""
-        if not has_sampling_mask(self) or not self.parity.sampling_mask:
-            return 0
-        # More than top_k, because of ties: many logits of a 16-bit head are equal.
-        usual = self.top_k + self.top_k // 4 + 16 if self.top_k else 512
-        return self.max_kept or usual
 
     @property
     def clip(self) -> Clip:
@@ -286,8 +254,6 @@ class Parts:
             block_size=config.block_size, checks=config.checks, config=self.folder.config())
         self.source = Source  # of rollouts
         self.token_filter: TokenFilter | None = None
-        # (N, V) logits, as the sampling changes them before its softmax
-        self.stated = lambda logits: logits / run.sampling.temperature
         self.new_folder = True  # whether `out` must hold no run
         self.first_step = 1
         self.checkpoint: dict[str, Any] | None = None  # what the trainer's state is read from
@@ -332,18 +298,12 @@ def prepare(config: Config) -> Run:
     """Check all that can be checked without the model's weights. Raises: ValueError."""
     for check in extras.each("check_machine", config):
         check(config)
-    vllm = "engine" not in config.given
-    if torch.cuda.is_available() and vllm and config.min_p and config.top_p < 1:
-        raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
-                         f" after min-p), got {config.min_p} and {config.top_p}; try --top-k")
     job = find_job(config.task, config.seed, config.data, config.model, config.max_new_tokens,
                    lambda folder: extras.folder(folder).config())
     if config.steps and config.num_prompts > len(job.task.train):
         raise ValueError(f"num_prompts must be at most {len(job.task.train)} (all there are), got"
                          f" {config.num_prompts}")
-    sampling = Sampling(config.temperature, config.max_new_tokens, job.stop_token_ids,
-                        config.top_k, config.top_p, config.min_p,
-                        max_kept=config.largest_kept_set)
+    sampling = Sampling(config.temperature, config.max_new_tokens, job.stop_token_ids)
     run = Run(config, Path(config.out).absolute(), job.folder, job.task, sampling)
     for check in extras.each("check_task", config):
         run = check(run) or run
@@ -389,7 +349,7 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
     if engine.copies_weights:
         prompts = [problem.prompt_ids for problem in run.task.train]
         sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
-        distribution.check(policy, engine, sampled, parts.stated)
+        distribution.check(policy, engine, sampled)
     record = record_of(run, policy, engine)
     for change in parts.on_record:
         record = change(record)
@@ -595,8 +555,7 @@ def answer_held_out(
     run = trainer.run
     problems = run.task.held_out[: run.config.eval_problems]
     reseed(run.config.seed, "eval", step)
-    sampling = replace(run.sampling, max_kept=0, temperature=temperature)  # no kept sets
-    rollouts = source.answer(problems, num_samples, sampling)
+    rollouts = source.answer(problems, num_samples, run.sampling.at(temperature))
     rows = [{"step": step, "mode": mode} | row
             for row in run.task.score(problems, rollouts, evaluates=True)]
     append_rows(run.out / "samples.jsonl", rows)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from engine_adapter import has_sampling_mask
-
 
 def install(run: Any, options: Any, parts: Any) -> None:
     """Print which switches do nothing, once the engine has its settings."""
@@ -17,7 +15,7 @@ def install(run: Any, options: Any, parts: Any) -> None:
              "uncached_runtime: of its settings the prefix cache",
              f"no prompt is longer than a block of {block} tokens; try --block-size 32"),
             (not parity.processed_logprobs and config.temperature == 1
-             and not has_sampling_mask(config),
+             and not {"top_k", "top_p", "min_p"} & config.given,
              "processed_logprobs", "raw values are processed at temperature 1 without a mask"),
             (not parity.inflight_keep and "inflight_groups" not in config.given,
              "inflight_keep", "no load meets an unfinished rollout; try --inflight-groups"),

@@ -4,6 +4,7 @@ The ids that the mask kept travel with each sampled token. docs/fixes.md has the
 """
 
 import math
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -12,55 +13,69 @@ import numpy
 import torch
 from torch import Tensor
 
-from engine_adapter import Rollout, Sampling, has_sampling_mask
+from extras.masks import MaskedSampling, check_mask, collect_kept_sets, has_mask, masked_logits
+from report.errors import MANY, within
 from rl import Batch, Restriction, at_targets, no_restriction
 
-ENDINGS = {
-    "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
-    "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Options:
+    """The sampler's mask."""
+
+    top_k: int = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
+    top_p: float = 1.0  # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
+    min_p: float = 0.0  # Keep tokens with min_p times the largest probability or more; 0 is off.
+    max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
+
+    def __post_init__(self):
+        check_mask(self)
+        within(self, 1, MANY, "max_kept")
+
+    @property
+    def largest_set(self) -> int:
+        """`MaskedSampling.max_kept` of the training."""
+        # More than top_k, because of ties: many logits of a 16-bit head are equal.
+        usual = self.top_k + self.top_k // 4 + 16 if self.top_k else 512
+        return self.max_kept or usual
 
 
-def masked_logits(logits: Tensor, sampling: Any) -> Tensor:
-    """(N, V) logits after temperature, -inf where the mask cuts them off: min-p, top-k, top-p.
-
-    `sampling` has the three options. Source: vLLM's v1/sample/sampler.py and
-    ops/topk_topp_sampler.py; V0 applied min-p last.
-    """
-    if sampling.min_p > 0:
-        ratios = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
-        logits = logits.masked_fill(ratios < sampling.min_p, -math.inf)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        smallest = logits.topk(sampling.top_k).values[:, -1:]  # (N, 1)
-        logits = logits.masked_fill(logits < smallest, -math.inf)
-    if sampling.top_p < 1:
-        # 512 tokens are usually enough, and they are sorted much faster than the vocabulary.
-        for size in (min(512, logits.shape[-1]), logits.shape[-1]):
-            likely, order = logits.topk(size)  # (N, size), in descending order
-            probabilities = torch.exp(likely - logits.logsumexp(dim=-1, keepdim=True))
-            # Of all likelier ones.
-            kept = probabilities.cumsum(dim=-1) - probabilities < sampling.top_p
-            if not kept[:, -1].any():
-                break
-        cut = torch.full_like(logits, -math.inf)
-        logits = cut.scatter(-1, order, likely.masked_fill(~kept, -math.inf))
-    return logits
+def check(config: Any, options: Options) -> None:
+    is_on = config.parity.sampling_mask
+    if not is_on and not has_mask(options):
+        raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
+    if options.max_kept and not (is_on and has_mask(options)):
+        raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask only"
+                         f" (else no kept set is returned), got {options.max_kept}")
+    if is_on and has_mask(options) and not config.parity.processed_logprobs:
+        raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is given"
+                         " (raw log-probabilities do not show which tokens were kept); try"
+                         " --parity.no-sampling-mask")
 
 
-def collect_kept_sets(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarray) -> None:
-    """Add the ids that the mask kept for each token: those whose log-probability is not -inf.
+def check_machine(config: Any, options: Options) -> None:
+    vllm = "engine" not in config.given
+    if torch.cuda.is_available() and vllm and options.min_p and options.top_p < 1:
+        raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
+                         f" after min-p), got {options.min_p} and {options.top_p}; try --top-k")
 
-    Shapes: (n, K), (n, K). Raises: ValueError if a set is larger than `max_kept`.
-    """
-    largest = rollout.sampling.max_kept
-    if not largest:
-        return
-    finite = logprobs > -math.inf  # (n, K)
-    if finite.sum(axis=1).max() > largest:
-        raise ValueError("max_kept must be at least the size of each set of tokens that the"
-                         f" sampler's mask keeps, got {largest}, one has more ({rollout.sampling});"
-                         " raise --max-kept or give --top-k")
-    rollout.kept += [row[inside] for row, inside in zip(ids, finite, strict=True)]  # copies
+
+def check_task(run: Any, options: Options) -> Any:
+    """The run with the mask in its sampling."""
+    if not has_mask(options):
+        return run
+    mask = vars(options) | {"max_kept": options.largest_set * run.config.parity.sampling_mask}
+    return replace(run, sampling=MaskedSampling(**vars(run.sampling) | mask))
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if has_mask(options):
+        parts.policy |= policy_options(run.sampling)
+        parts.engine["collect"] = collect_kept_sets
+
+
+def policy_options(sampling: MaskedSampling) -> dict[str, Any]:
+    """Arguments of `Policy`."""
+    return {"restrict": kept_sets, "measures": (partial(masses, sampling),)}
 
 
 def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
@@ -89,7 +104,7 @@ def kept_sets(batch: Batch, response: Tensor) -> Restriction:
     return lambda logits, chunk: mask_outside(logits, kept[chunk])
 
 
-def masses(sampling: Sampling, logits: Tensor, restricted: Tensor, _: Tensor,
+def masses(sampling: MaskedSampling, logits: Tensor, restricted: Tensor, _: Tensor,
            targets: Tensor) -> dict[str, Tensor]:
     """Figures of both masks: (n, V) logits, the restricted ones, (n,) targets -> (n,) by name.
 
@@ -105,16 +120,3 @@ def masses(sampling: Sampling, logits: Tensor, restricted: Tensor, _: Tensor,
     if restricted is not logits:  # there are kept sets
         figures["engine_kept_mass"] = (restricted.logsumexp(dim=-1) - whole).exp()
     return figures
-
-
-def policy_options(sampling: Sampling) -> dict[str, Any]:
-    """Arguments of `Policy`."""
-    return {"restrict": kept_sets, "measures": (partial(masses, sampling),)}
-
-
-def install(run: Any, options: None, parts: Any) -> None:
-    sampling = run.sampling
-    if has_sampling_mask(sampling):
-        parts.policy |= policy_options(sampling)
-        parts.engine["collect"] = collect_kept_sets
-        parts.stated = lambda logits: masked_logits(logits / sampling.temperature, sampling)

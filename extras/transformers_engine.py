@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine_adapter import Engine, Rollout, Sampling, Source
 from extras.kv_cache import left_padded, states_after
-from extras.sampling_mask import collect_kept_sets, masked_logits
+from extras.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
 from verify.errors import WeightLoadError
@@ -154,7 +154,7 @@ class TransformersEngine(Engine):
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
                     rollout.finish_reason = "length"
-            if sampling.max_kept:
+            if getattr(sampling, "max_kept", 0):
                 vocabulary = numpy.arange(logprobs.shape[1], dtype=numpy.int32)[None]  # (1, V)
                 for rollout, row in zip(rollouts, logprobs.cpu().numpy(), strict=True):
                     collect_kept_sets(rollout, vocabulary, row[None])
@@ -202,8 +202,7 @@ def _draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens (N,), the likeliest at temperature 0, and all log-probabilities (N, V), masked."""
     if not sampling.temperature:
         return logits.argmax(dim=-1), logits.log_softmax(dim=-1)
-    logits = masked_logits(logits / sampling.temperature, sampling)
-    logprobs = logits.log_softmax(dim=-1)  # (N, V)
+    logprobs = sampling.shaped(logits).log_softmax(dim=-1)  # (N, V)
     # Argmax of p / noise draws from p, if the noise is exponential.
     noise = torch.empty_like(logprobs).exponential_()
     noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)

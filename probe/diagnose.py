@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from engine_adapter import Rollout
+from extras.masks import MaskedSampling
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
@@ -187,8 +188,9 @@ class StepProbe:
         settings = self.engine.settings
         meta = {"vllm": self.engine.vllm_version, "dtype": settings["model_dtype"],
                 "audit": settings}
-        trace = Trace("sampled", rollouts, replace(run.sampling, max_kept=0), meta)
-        scored = "processed" if run.sampling.max_kept else "temperature"
+        sampling = MaskedSampling(**vars(run.sampling))
+        trace = Trace("sampled", rollouts, replace(sampling, max_kept=0), meta)
+        scored = "processed" if sampling.max_kept else "temperature"
         observed = []
         if exceeded == ["surprisal_z"]:  # a fault of the reported values moves it too
             observed = [causes.SAMPLER]

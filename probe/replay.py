@@ -6,8 +6,7 @@ All values are flat: N response tokens of B sequences, row after row. Log-probab
 import torch
 from torch import Tensor
 
-from engine_adapter import Sampling
-from extras.sampling_mask import masked_logits
+from extras.masks import MaskedSampling, masked_logits
 from probe.traces import Trace
 from rl import Head, Policy, make_batch
 
@@ -73,7 +72,7 @@ class Replay:
         return hidden[self.response]
 
     # ------------------------------------------------------------------------- log-probabilities
-    def logprobs(self, hidden: Tensor, head: Head, sampling: Sampling) -> Tensor:
+    def logprobs(self, hidden: Tensor, head: Head, sampling: MaskedSampling) -> Tensor:
         """Of what vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
 
         Shapes: hidden (N, H) -> (N,), of the sampled ids. Source: vLLM's v1/sample/sampler.py.
@@ -90,7 +89,7 @@ class Replay:
 
         return head.score(hidden, self.targets, drawn_from)["logprobs"]
 
-    def _penalized(self, logits: Tensor, sampling: Sampling, chunk: slice) -> Tensor:
+    def _penalized(self, logits: Tensor, sampling: MaskedSampling, chunk: slice) -> Tensor:
         """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""
         rows = self.rows[chunk]
         ids = self.inputs[rows]  # (n, L)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_adapter import Sampling
 from examples.record_vllm import NEUTRAL
 from extras.linear_layers import linear_layers
+from extras.masks import MaskedSampling
 from extras.rounded_weights import rounded
 from probe import causes
 from probe.causes import Cause
@@ -35,7 +35,7 @@ SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
-OFF = NEUTRAL | {"top_k": 0}  # fields of a Sampling; vLLM's word for no top-k is -1
+OFF = NEUTRAL | {"top_k": 0}  # fields of a MaskedSampling; vLLM's word for no top-k is -1
 
 
 # ---------------------------------------------------------------------------------- the rule
@@ -53,7 +53,7 @@ def limit(mean: float, spread: float, sequences: int) -> float:
 class Readout:
     """How reported values follow from a forward pass."""
 
-    distribution: Sampling
+    distribution: MaskedSampling
     head: torch.dtype  # float32, or the model's
 
 
@@ -108,7 +108,9 @@ def size_of(error: Tensor) -> Tensor:
     return error.abs().masked_fill(outside, math.nan if few else 1.0)
 
 
-def distributions_of(sampling: Sampling, model: Any, trainer: str) -> dict[Sampling, Cause | None]:
+def distributions_of(
+    sampling: MaskedSampling, model: Any, trainer: str
+) -> dict[MaskedSampling, Cause | None]:
     """What the trainer scores, and what an engine may report instead, with the cause of that."""
     alone = replace(sampling, **OFF)
     found = {alone if trainer == "temperature" else sampling: None}

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy
 
-from engine_adapter import Rollout, Sampling
+from engine_adapter import Rollout
 from examples.record_vllm import NEUTRAL, check_sampling, save
+from extras.masks import MaskedSampling
 from report.errors import stage
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
@@ -28,7 +29,7 @@ class Trace:
 
     name: str
     rollouts: list[Rollout]
-    sampling: Sampling
+    sampling: MaskedSampling
     meta: dict[str, Any] = field(default_factory=dict)
     trainer_logprobs: list[list[float]] = field(default_factory=list)
 
@@ -44,7 +45,7 @@ class Trace:
         return recorded or max(len(each.prompt_ids + each.token_ids) for each in self.rollouts)
 
     @property
-    def workload(self) -> tuple[list[list[int]], Sampling]:
+    def workload(self) -> tuple[list[list[int]], MaskedSampling]:
         """What must be equal in two traces that are compared."""
         return [rollout.prompt_ids for rollout in self.rollouts], self.sampling
 
@@ -98,7 +99,7 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
     given = group["sampling"]
     check_sampling(given)
     top_k = max(0, given.get("top_k", 0))
-    sampling = Sampling(**given | {"top_k": top_k, "max_new_tokens": 1})
+    sampling = MaskedSampling(**given | {"top_k": top_k, "max_new_tokens": 1})
     return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))
 
 

@@ -47,8 +47,8 @@ import train
 import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
+from extras.masks import collect_kept_sets
 from extras.rotary_table import give_one_table, with_one_table
-from extras.sampling_mask import collect_kept_sets
 from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches, make_batch
 from tasks import Task

@@ -8,7 +8,8 @@ import pytest
 import tyro
 from helpers import config_of
 
-from engine_adapter import SETTINGS, ParityFlags, Sampling, Setting, wanted_settings
+from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
+from extras.masks import MaskedSampling
 from train import Config
 from verify.settings import READERS
 from verify.start import check_vllm_version
@@ -102,4 +103,4 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypa
 def test_sampling_refuses_what_cannot_be_scored():
     for name, value in dict(temperature=0.001, top_k=-1, presence_penalty=float("nan")).items():
         with pytest.raises(ValueError, match=f"{name} must be"):
-            Sampling(**dict(temperature=1.0, max_new_tokens=8) | {name: value})
+            MaskedSampling(**dict(temperature=1.0, max_new_tokens=8) | {name: value})

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 import extras
-from engine_adapter import Rollout, Sampling
+from engine_adapter import Rollout
 from extras.generation_config import declare
+from extras.masks import MaskedSampling
 from rl import Policy, write_folder
 from tasks.model_folder import describe_model, load_tokenizer
 from tasks.options import Options
@@ -34,7 +35,7 @@ def test_an_exported_folder_has_the_umasks_mode_and_the_sampling_of_the_training
     usual, mask, model = os.umask(0o027), dict(top_k=5, top_p=0.9, min_p=0.02), qwen2(tied=True)
     try:
         task = SimpleNamespace(tokenizer=toy_tokenizer())
-        run = SimpleNamespace(sampling=Sampling(0.7, 4, (EOS, 0), **mask), task=task)
+        run = SimpleNamespace(sampling=MaskedSampling(0.7, 4, (EOS, 0), **mask), task=task)
         declare(run, model)
         write_folder(model, run.task.tokenizer, tmp_path / "policy")
     finally:
@@ -105,7 +106,7 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     save = type(model).save_pretrained
     monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
     task = encode(toy_tokenizer(), task_of("digits"), (EOS,), Options())
-    run = Run(config_of(engine="transformers"), tmp_path, str(source), task, Sampling(0.7, 4, (EOS,)))
+    run = Run(config_of(engine="transformers"), tmp_path, str(source), task, MaskedSampling(0.7, 4, (EOS,)))
     save_policy(SimpleNamespace(run=run, policy=Policy(model), parts=parts_of(run)))
     index, held = read_json(tmp_path / "policy/model.safetensors.index.json"), {}
     for file in {*index["weight_map"].values()}:

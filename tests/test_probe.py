@@ -12,8 +12,9 @@ import torch
 from helpers import SIXTEEN, config_of, drawn_ids, move, policy_in, qwen2, refusal, started
 
 import verify
-from engine_adapter import ParityFlags, Rollout, Sampling
+from engine_adapter import ParityFlags, Rollout
 from extras import live_probe
+from extras.masks import MaskedSampling
 from extras.rounded_weights import RoundedWeights
 from probe import causes
 from probe.__main__ import main
@@ -127,7 +128,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     lengths = torch.randint(1, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
     prompts = [drawn_ids(length, generator) for length in lengths]
     seeds = [5000 + 7 * row for row in range(batch)]
-    sampling = Sampling(temperature, 40, stop_token_ids=(2, 3, 4, 5), **parameters)
+    sampling = MaskedSampling(temperature, 40, stop_token_ids=(2, 3, 4, 5), **parameters)
     if "no mask" in faults:
         sampling = replace(sampling, top_k=8, repetition_penalty=1.2, presence_penalty=0.2)
     earlier = [policy.copied_weights()]
@@ -195,7 +196,7 @@ def test_norms_with_another_epsilon_are_unexplained_in_16_bits_and_the_report_na
 
 
 def test_a_cause_that_leaves_over_seven_tenths_of_the_error_explains_too_little():
-    readout = Readout(Sampling(1.0, 1), torch.float32)
+    readout = Readout(MaskedSampling(1.0, 1), torch.float32)
     probe = SimpleNamespace(error=lambda found, _: found.precise, now=Pass(torch.ones(2), {}),
                             distributions={readout.distribution: None})  # fmt: skip
     for left in (0.0, 0.69, 0.71, 1.0):
@@ -206,7 +207,7 @@ def test_a_cause_that_leaves_over_seven_tenths_of_the_error_explains_too_little(
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_is_the_same_after_save_and_load(tmp_path):
     rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5]), Rollout([7], None, [2], [-0.125])]
-    trace = Trace("mine", rollouts, Sampling(0.7, 1, top_k=5))
+    trace = Trace("mine", rollouts, MaskedSampling(0.7, 1, top_k=5))
     save_trace(str(tmp_path / "trace.npz"), trace)
     (again,) = load_traces(str(tmp_path / "trace.npz"))
     assert replace(again, meta={}) == trace

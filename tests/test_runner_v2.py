@@ -17,13 +17,14 @@ from helpers import (
     train_here,
 )
 
-from engine_adapter import Sampling, reseed
-from extras.sampling_mask import masked_logits, policy_options
+from engine_adapter import reseed
+from extras.masks import MaskedSampling, masked_logits
+from extras.sampling_mask import policy_options
 from probe.diagnose import ALARMS, alarms
 from rl import Policy, make_batch
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(RUNNER != "v2", reason="needs RUNNER=v2")]
-ENDLESS = Sampling(0.7, 24)
+ENDLESS = MaskedSampling(0.7, 24)
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_this_process_has_runner_v2_and_its_kernels_give_what_tritons_interprete
         def samples() -> list:
             reseed(0)
             rollouts = [each for mask in masks for each in
-                        engine.generate([[5, 6, 7], [8, 9, 10, 11]], 4, Sampling(1.3, 2, max_kept=96, **mask))]
+                        engine.generate([[5, 6, 7], [8, 9, 10, 11]], 4, MaskedSampling(1.3, 2, max_kept=96, **mask))]
             return [(each.token_ids, each.logprobs, [kept.tolist() for kept in each.kept]) for each in rollouts]
 
         triton_numpy.launches.clear()
@@ -66,7 +67,7 @@ def test_tritons_attention_is_within_1e_4_nats_of_the_trainer(tmp_path, monkeypa
     policy.model.save_pretrained(tmp_path)
     with started(str(tmp_path), policy, block_size=16, max_model_len=19) as engine:
         assert engine.settings["attention_backend"] == ["TritonAttentionImpl"]
-        rollouts = engine.generate(PROMPTS, 1, Sampling(0.7, 10))
+        rollouts = engine.generate(PROMPTS, 1, MaskedSampling(0.7, 10))
     assert mismatch_of(policy, rollouts, 0.7)["mismatch_max"] <= 1e-4
     assert triton_numpy.launches["kernel_unified_attention", "interpreter"] > 0
 
@@ -85,7 +86,7 @@ def test_the_kernel_for_masks_keeps_what_pytorch_keeps(mask, scale):
     """In 400 rows of logits with this deviation."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
 
-    sampling = Sampling(1.0, 1, **mask)
+    sampling = MaskedSampling(1.0, 1, **mask)
     logits = masked_logits(torch.randn(400, 700) * scale, replace(sampling, top_k=0, top_p=1.0))
     top_k = torch.full((400,), sampling.top_k, dtype=torch.int32) if sampling.top_k else None
     top_p = torch.full((400,), sampling.top_p) if sampling.top_p < 1 else None
@@ -114,7 +115,7 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
 
 def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(engine_folder, policy):
     """Both softmaxes are over the set that the engine kept, so the mismatch is that of parity."""
-    sampling = Sampling(0.4, 4, top_p=0.9, min_p=0.02, max_kept=96)
+    sampling = MaskedSampling(0.4, 4, top_p=0.9, min_p=0.02, max_kept=96)
     with started(engine_folder, policy, max_num_seqs=128) as engine:
         reseed(0)
         batch = make_batch(engine.generate(PROMPTS, 24, sampling))  # more than 64 rows

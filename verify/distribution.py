@@ -4,7 +4,6 @@ The canary samples at temperature 1 and from the whole vocabulary, and if both s
 temperature the mismatch is 0 and shows nothing.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +24,11 @@ def sampled(engine: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def check(
-    policy: Any, engine: Any, batch: Any, stated: Callable[[Tensor], Tensor] | None = None
-) -> None:
-    """Compare trainer and engine with softmax(stated(logits)) of `sampled` rollouts in a batch.
+def check(policy: Any, engine: Any, batch: Any) -> None:
+    """Compare trainer and engine with the softmax of `sampled` rollouts in a batch.
 
-    `stated` divides (N, V) logits by the temperature, unless an option has another distribution.
-    transformers' own head gives the logits. A side that a switched-off fix changes is left out.
+    Their Sampling states what is before the softmax. transformers' own head gives the logits. A
+    side that a switched-off fix changes is left out.
 
     Raises: AuditError that names the side whose distribution is not the stated one; ValueError if
     the trainer's head is not transformers'.
@@ -39,9 +36,8 @@ def check(
     sampling, response = batch.rollouts[0].sampling, batch.mask > 0  # (B, T)
 
     def logprobs(logits: Tensor) -> Tensor:  # (B, T, V) -> (N,)
-        of_response = logits[response].float()  # (N, V)
-        chosen = stated(of_response) if stated else of_response / sampling.temperature
-        return chosen.log_softmax(dim=-1).gather(-1, batch.targets[response, None])[:, 0]
+        shaped = sampling.shaped(logits[response].float())  # (N, V)
+        return shaped.log_softmax(dim=-1).gather(-1, batch.targets[response, None])[:, 0]
 
     def in_float32() -> Tensor:
         with InFloat32():

@@ -11,8 +11,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from shutil import copymode
 from typing import Any
 
 import numpy
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Rollout
+from verify.folder import check_loaded
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
@@ -330,11 +329,6 @@ def entropies(_: Tensor, __: Tensor, all_logprobs: Tensor, ___: Tensor) -> dict[
     return {"entropy": entropy, "varentropy": second_moment - entropy.square()}
 
 
-def agreement(logits: Tensor, _: Tensor, __: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """`agrees`: 1.0 where the target is a likeliest token, else 0."""
-    return {"agrees": (at_targets(logits, targets) == logits.amax(dim=-1)).float()}
-
-
 # ---------------------------------------------------------------------------------- policy
 def row_by_row(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     """Hidden states of the response tokens, each row computed whole: (B, T) bool -> (N, H)."""
@@ -448,23 +442,21 @@ class Policy:
 
     @torch.no_grad()
     def response_logprobs(
-        self, sequences: list[list[int]], prompt_length: int, *, body: Body | None = None,
+        self, rollouts: Iterable[Rollout], body: Body | None = None,
         head_dtype: torch.dtype | None = None,
     ) -> list[list[float]]:
-        """Log-probabilities at temperature 1 of all tokens after the prompt, for the canary.
+        """Log-probabilities at temperature 1 of the responses, for the canary.
 
-        With the weights that the engine gets, of sequences of one length; by another `body` or
-        with a head in another dtype if one is given.
+        With the weights that the engine gets; by another `body` or with a head in another dtype if
+        one is given.
         """
-        logprobs = []
         head = replace(self.head, temperature=1.0, dtype=head_dtype or self.head.dtype)
         at_1 = self.changed(head=head, body=body or self.body)
+        logprobs = []
         with self.using(self.send.engine_parameters()):
-            for ids in sequences:  # one at a time: the KV cache takes memory now
-                response = ids[prompt_length:]
-                rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
-                scores = at_1.score(make_batch([rollout], self.device))
-                logprobs.append(scores["logprobs"][0, prompt_length - 1 :].tolist())
+            for rollout in rollouts:  # one at a time: the KV cache takes memory now
+                row = at_1.score(make_batch([rollout], self.device))["logprobs"][0]  # (T,)
+                logprobs.append(row[len(rollout.prompt_ids) - 1 :].tolist())
         return logprobs
 
     def hidden(self, inputs: Tensor) -> Tensor:
@@ -647,26 +639,11 @@ class Folder:
             trust_remote_code=False, **options)
         logging.set_verbosity(verbosity)
         self.check(model, report)
-        # transformers unties a head that differs from the embedding; vLLM does not.
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        if config.tie_word_embeddings and head.weight is not embedding.weight:
-            raise ValueError(f"config.json in {self.path} must not tie head and embedding (the"
-                             " weights have a head of their own); set tie_word_embeddings to false"
-                             " there")
-        bad = [name for name, parameter in model.named_parameters()
-               if not parameter.isfinite().all()]
-        if bad:
-            raise ValueError(f"the checkpoint in {self.path} must be finite, it is not in"
-                             f" {', '.join(bad)}")
         return model
 
     def check(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
         """`report`: names of tensors that transformers did not load as they are."""
-        missing, mismatched = report["missing_keys"], report["mismatched_keys"]
-        if missing or mismatched:
-            raise ValueError(f"the checkpoint in {self.path} must have every tensor of"
-                             f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
-                             f" {sorted(mismatched)}")
+        check_loaded(self.path, model, report)
 
 
 def attention_for(config: Any) -> str:
@@ -675,17 +652,3 @@ def attention_for(config: Any) -> str:
 
     has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
     return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
-
-
-def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
-    """A Hugging Face folder whose weights have the mode of its other files.
-
-    safetensors writes files that only their owner can read.
-    """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for weights in folder.glob("*.safetensors"):
-        copymode(folder / "config.json", weights)

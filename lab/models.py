@@ -21,7 +21,7 @@ def write_model(folder: Path, shape: str, seed: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rl import write_folder
+    from report.files import write_folder
     from tasks.toys import toy_tokenizer
 
     torch.manual_seed(seed)

@@ -6,6 +6,7 @@ import sys
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
+from shutil import copymode
 from typing import Any
 
 import torch
@@ -82,3 +83,17 @@ def digest_of(path: Path) -> str:
     """The first 16 digits of the file's SHA-256."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()[:16]
+
+
+def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder whose weights have the mode of its other files.
+
+    safetensors writes files that only their owner can read.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        copymode(folder / "config.json", weights)

@@ -15,6 +15,13 @@ from torch import Tensor
 from objectives import MAX_LOG_WEIGHT, kl_k3, loss_weights
 
 
+# ---------------------------------------------------------------------------------- of a token
+def agreement(logits: Tensor, _: Tensor, __: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """`agrees`: 1.0 where the target is a likeliest token, else 0. An rl.Measure."""
+    of_targets = logits.gather(-1, targets[:, None])[:, 0]
+    return {"agrees": (of_targets == logits.amax(dim=-1)).float()}
+
+
 # ---------------------------------------------------------------------------------- before it
 def before_update(
     batch: Any, current: Any, measured: dict[str, Tensor], scores: Tensor, has_signal: Tensor,

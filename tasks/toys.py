@@ -163,7 +163,7 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     folder = toy_folder(cache_dir, seed, task)
     if folder.is_dir():
         return folder
-    from rl import write_folder
+    from report.files import write_folder
 
     name, started = toy_for(task), time.monotonic()
     with stage(f"teaching a model for --cache-dir {cache_dir}"):

@@ -147,11 +147,12 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     policy = Policy(small_model(name, False))
     assert policy_options(policy.model) == {}
     rows = [[0, 95, 7, 0, *drawn_ids(length)] for length in (5, 36, 13, 21, 36, 29)]
-    batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows])
+    rollouts = [Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows]
+    batch = make_batch(rollouts)
     together = frozen_logprobs(policy, batch, batch.minibatches(torch.ones(6) > 0, 1, 120))  # (6, 39)
-    for index, ids in enumerate(rows):
-        alone = torch.tensor(policy.response_logprobs([ids], 4)[0])
-        torch.testing.assert_close(together[index][batch.mask[index] > 0], alone, atol=ROUNDING, rtol=0)
+    for index, alone in enumerate(policy.response_logprobs(rollouts)):
+        own = together[index][batch.mask[index] > 0]
+        torch.testing.assert_close(own, torch.tensor(alone), atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.engine

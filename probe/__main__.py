@@ -20,7 +20,7 @@ from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
 from extras.prompts_once import policy_options
 from extras.rotary_table import give_one_table, with_one_table
-from probe.compare import change, same_workload
+from probe.compare import change, check_same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
 from probe.place import dtype_of, place
@@ -29,6 +29,7 @@ from report.errors import MANY, exit_with_message, stage, within
 from rl import Policy
 from verify.head import check_head
 
+NUM_PROMPTS = 8  # of random tokens, one after another
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -38,12 +39,11 @@ class Layers:
 
     model: str  # Folder or hub name of a Hugging Face causal language model.
     dtype: Dtype = "float32"  # Of the model, in the engine too.
-    num_prompts: int = 8  # Of random tokens, one after another.
     prompt_tokens: int = 48  # Length of each prompt.
     max_new_tokens: int = 64  # Length of each response.
 
     def __post_init__(self):
-        within(self, 1, MANY, "num_prompts", "prompt_tokens", "max_new_tokens")
+        within(self, 1, MANY, "prompt_tokens", "max_new_tokens")
 
     def run(self) -> int:
         longest = self.prompt_tokens + self.max_new_tokens
@@ -55,7 +55,7 @@ class Layers:
             checks=verify.Options(canary_nats=100))  # a wrong one is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
         draw = torch.Generator().manual_seed(0)
-        shape = self.num_prompts, self.prompt_tokens
+        shape = NUM_PROMPTS, self.prompt_tokens
         prompts = torch.randint(policy.head.weight.shape[0], shape, generator=draw).tolist()
         rows = compare_layers(policy, engine, prompts, self.max_new_tokens)
         engine.close()
@@ -105,7 +105,8 @@ class Compare:
         load = cache(load_policy)
         words = []
         before, after = (groups_of(path, self.group, self.model) for path in self.traces)
-        for pair in same_workload(before, after):
+        check_same_workload(before, after)
+        for pair in zip(before, after, strict=True):
             verdicts = []
             for path, trace in zip(self.traces, pair, strict=True):
                 verdict = diagnose(load(self.model, trace.dtype, trace.longest), trace)

@@ -46,15 +46,13 @@ def flat(meta: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def same_workload(before: list[Trace], after: list[Trace]) -> list[tuple[Trace, Trace]]:
-    """The groups of both traces in pairs. Raises: ValueError if the workloads differ."""
-    first, second = ({each.name: each for each in traces} for traces in (before, after))
-    if first.keys() != second.keys():
+def check_same_workload(before: list[Trace], after: list[Trace]) -> None:
+    """Raises: ValueError if the groups of both traces have not the same names and workloads."""
+    first, second = ([trace.name for trace in traces] for traces in (before, after))
+    if first != second:
         raise ValueError(f"both traces must have the same groups, the first has {', '.join(first)},"
                          f" the second {', '.join(second)}; try --group")
-    pairs = [(first[name], second[name]) for name in first]
-    for one, two in pairs:
+    for one, two in zip(before, after, strict=True):
         if one.workload != two.workload:
             raise ValueError("the traces must be of one workload, the prompts or the sampling of"
                              f" {one.name} differ")
-    return pairs

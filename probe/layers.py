@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from engine_adapter import Engine, Sampling
-from probe.noise import precisely, rounded_otherwise, twice_precise
+from probe.noise import rounded_otherwise, twice_as_precise
 from rl import Policy
 
 HALVES = {  # by module of a layer
@@ -144,8 +144,7 @@ def _differences(policy: Policy, points: dict[str, Point], ids: list[int],
     with rounded_otherwise(policy):
         second = relative(ours())
     both, one = ROUNDING[policy.model.dtype]
-    twice = twice_precise(policy, dict(policy.model.named_parameters()))
-    with precisely(policy, twice):
+    with twice_as_precise(policy):
         squares = both * relative(ours()).square()
     squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2
     floor = squares.sqrt().maximum(second)

@@ -1,6 +1,6 @@
 """The noise floor: the trainer's own values, computed along a second numerical path."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches
+from verify.own_noise import Widened
 
 KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
 
@@ -61,19 +62,16 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
             layer.chunk_size = size
 
 
-def twice_precise(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights in twice the precision of the policy's dtype."""
-    dtype = torch.float64 if policy.model.dtype == torch.float32 else torch.float32
-    return {name: each.detach().to(dtype) for name, each in weights.items()}
-
-
 @contextmanager
-def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The policy with these weights; experts run eagerly: torch has no grouped float64 product."""
+def twice_as_precise(policy: Policy) -> Iterator[None]:
+    """The body in twice the precision of the policy's dtype.
+
+    Experts run eagerly: torch has no grouped float64 product.
+    """
     usual = policy.model.get_experts_implementation()
     policy.model.set_experts_implementation("eager")
     try:
-        with policy.using(weights):
+        with Widened(torch.float64 if policy.model.dtype == torch.float32 else torch.float32):
             yield
     finally:
         policy.model.set_experts_implementation(usual)

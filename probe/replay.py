@@ -25,7 +25,7 @@ class Replay:
         self.policy = policy
         self.trace = trace
         self.device = policy.device
-        self.batch = batch = make_batch(trace.rollouts, self.device)
+        batch = make_batch(trace.rollouts, self.device)
         self.inputs = batch.inputs  # (B, L)
         self.response = batch.mask > 0  # (B, L)
         vocabulary = policy.head.weight.shape[0]
@@ -42,12 +42,6 @@ class Replay:
         self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
 
     # ------------------------------------------------------------------------------ hidden states
-    def as_trained(self) -> Tensor:
-        """Last hidden states at the response tokens, as the policy's own body has them: (N, H)."""
-        parts = torch.arange(len(self.inputs)).split(self.rows_per_pass)
-        batches = [self.batch.select(rows) for rows in parts]
-        return torch.cat([self.policy.body(self.policy, each, each.mask > 0) for each in batches])
-
     def hidden(self, old: Weights | None = None, block: int = NEVER_FULL) -> Tensor:
         """Last hidden states with the present weights, in their precision: (N, H).
 

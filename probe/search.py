@@ -20,7 +20,7 @@ from extras.masks import MaskedSampling
 from extras.rounded_weights import rounded
 from probe import causes
 from probe.causes import Cause
-from probe.noise import precisely, twice_precise
+from probe.noise import twice_as_precise
 from probe.replay import NEVER_FULL, Replay, Weights
 from probe.traces import Trace
 from rl import Policy
@@ -139,8 +139,7 @@ class Probe(Replay):
         where = "in the engine" if fp32_head else "on both sides"
         self.heads = {policy.model.dtype: causes.HEAD.of(where), torch.float32: None}
         self.trainer = Readout(scored, torch.float32 if fp32_head else policy.model.dtype)
-        precise = self._values(twice_precise(policy, self.weights))
-        self.now = Pass(precise, self._read(self.as_trained()))
+        self.now = self._forward(None, self.weights)
         self.recomputed = self.now.rounded[self.trainer]  # (N,) the trainer's log-probabilities
         self.start = self.explain(self.now, Readout(scored, torch.float32))
 
@@ -171,17 +170,13 @@ class Probe(Replay):
                 if self.prompt_lengths.max() > block:
                     yield self._forward(causes.PREFIX, self.weights, weights, block)
 
-    def _forward(self, cause: Cause, weights: Weights, old: Weights | None = None,
+    def _forward(self, cause: Cause | None, weights: Weights, old: Weights | None = None,
                  block: int = NEVER_FULL) -> Pass:
         """With weights, and with the keys and values of old ones in the prompts' full blocks."""
-        precise = self._values(twice_precise(self.policy, weights),
-                               old and twice_precise(self.policy, old), block)
-        return Pass(precise, self._values(weights, old, block), cause)
-
-    def _values(self, weights: Weights, old: Weights | None = None,
-                block: int = NEVER_FULL) -> Values:
-        with precisely(self.policy, weights):
-            return self._read(self.hidden(old, block))
+        with self.policy.using(weights):
+            with twice_as_precise(self.policy):
+                hidden = self.hidden(old, block)
+            return Pass(self._read(hidden), self._read(self.hidden(old, block)), cause)
 
     def _read(self, hidden: Tensor) -> Values:
         """Log-probabilities of the sampled tokens under each readout."""

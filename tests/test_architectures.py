@@ -48,7 +48,7 @@ from rl import Policy, attention_for, make_batch
 from tasks.toys import toy_tokenizer
 from verify import canary
 from verify.errors import WeightLoadError
-from verify.own_noise import InFloat32
+from verify.own_noise import Widened
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count
 # Of Lfm2 and DeepseekV3 queries have the shape (tokens, heads, head), which vLLM's CPU kernel for rotary angles cannot
@@ -283,7 +283,7 @@ def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name):
             ours = policy.hidden(ids).double()
             with rounded_otherwise(policy):
                 other = policy.hidden(ids).double()
-            with InFloat32():
+            with Widened():
                 wide = policy.hidden(ids)
             torch.testing.assert_close(wide, Policy(deepcopy(policy.model).float()).hidden(ids), atol=1e-4, rtol=1e-4)
         # Rounding sends a few tokens of a 16-bit mixture to another expert; a lost window changes a third of the tokens

@@ -14,22 +14,22 @@ from rl import Policy, make_batch
 
 
 def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses():
-    """Also in parts: 120 positions are at most two groups. Groups two and three have no signal."""
-    config = config_of(num_prompts=4, group_size=4, num_minibatches=1, micro_batch_tokens=120)
-    groups = [(5, 6, True), (5, 4, False), (5, 4, False), (9, 6, True)]  # length of the prompt, of a response, signal
+    """Of three groups the second has no signal, and 120 positions are at most two groups."""
+    config = config_of(num_prompts=3, group_size=4, num_minibatches=1, micro_batch_tokens=120)
+    groups = [(5, 6), (5, 4), (9, 6)]  # length of the prompt, of a response
     rollouts = [Rollout([5 + place] * prompt, 0, [6] * tokens, [-1.0] * tokens)
-                for place, (prompt, tokens, _) in enumerate(groups) for _ in range(4)]  # fmt: skip
-    signal = torch.tensor([learns for *_, learns in groups]).repeat_interleave(4)[:, None]
-    batch, model = replace(make_batch(rollouts), advantages=signal.float()), Policy(qwen2(tied=False)).model
+                for place, (prompt, tokens) in enumerate(groups) for _ in range(4)]  # fmt: skip
+    advantages = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(4)[:, None]
+    batch, model = replace(make_batch(rollouts), advantages=advantages), Policy(qwen2(tied=False)).model
     body = sum(each.weight.numel() for each in model.model.modules() if isinstance(each, torch.nn.Linear))
-    work = [2 * body * (prompt + 4 * (tokens - 1)) + 2 * model.lm_head.weight.numel() * 4 * tokens
-            for prompt, tokens, _ in groups]  # fmt: skip
-    for backward, expected in ((False, sum(work)), (True, sum(work) + 2 * (work[0] + work[3]))):
+    head = model.lm_head.weight.numel()
+    work = [2 * body * (prompt + 4 * (tokens - 1)) + 2 * head * 4 * tokens for prompt, tokens in groups]
+    for backward, expected in ((False, sum(work)), (True, sum(work) + 2 * (work[0] + work[2]))):
         with FlopCounterMode(display=False) as counter:
             bare_training(model, batch, config, backward)
         counts = counter.get_flop_counts()["Global"]
-        found = counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
-        assert found == pytest.approx(expected, rel=1e-6)
+        products = counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
+        assert products == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.engine

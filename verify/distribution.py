@@ -12,7 +12,7 @@ from torch import Tensor
 from verify import canary
 from verify.errors import AuditError
 from verify.head import checked_logits
-from verify.own_noise import SIXTEEN, UNMEASURED, InFloat32, attempted
+from verify.own_noise import SIXTEEN, UNMEASURED, Widened, attempted
 
 
 def sampled(engine: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
@@ -40,7 +40,7 @@ def check(policy: Any, engine: Any, batch: Any) -> None:
         return shaped.log_softmax(dim=-1).gather(-1, batch.targets[response, None])[:, 0]
 
     def in_float32() -> Tensor:
-        with InFloat32():
+        with Widened():
             return logprobs(policy.model(input_ids=batch.inputs, use_cache=False).logits)
 
     with policy.using(policy.send.engine_parameters()):

@@ -20,17 +20,25 @@ TOKENS, MOST_TOKENS = 72, 288  # to compare at the first load; before a load is 
 RESPONSE = 9  # new tokens of a further canary; a long prompt costs more than they do
 UNMEASURED = 0.15  # nats, more than bf16 rounds
 SIXTEEN = torch.bfloat16, torch.float16
+DATA = Tensor.data.__get__, Tensor.data.__set__
 
 
-class InFloat32(TorchFunctionMode):
-    """Each function of torch gets 16-bit arguments as float32: no second model is in memory."""
+class Widened(TorchFunctionMode):
+    """Each function of torch gets narrower floats as wide ones: no second model is in memory."""
+
+    def __init__(self, wide: torch.dtype = torch.float32):
+        super().__init__()
+        self.wide = wide
+        self.narrow = {torch.float32: SIXTEEN, torch.float64: (torch.float32, *SIXTEEN)}[wide]
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def widened(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value.float() if value.dtype in SIXTEEN else value
-            return torch.float32 if value in SIXTEEN else value
+                return value.to(self.wide) if value.dtype in self.narrow else value
+            return self.wide if value in self.narrow else value
 
+        if function in DATA:  # `Policy.using` swaps the tensors of parameters
+            return function(*args)
         return function(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
 
 
@@ -46,7 +54,7 @@ def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
 
 def precise_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
     """As `rl.row_by_row`, in float32."""
-    with InFloat32():
+    with Widened():
         return policy.hidden(batch.inputs)[response]
 
 

@@ -5,15 +5,12 @@
     llm = LLM(..., worker_extension_cls="prove_remote.Prover")
     print(prove_remote.differing(llm, model.state_dict()))  # after the load
 
-The weights go to the worker through a file (TMPDIR=/dev/shm: in memory), and names come back. For a
-server set PYTHONPATH, VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls prove_remote.Prover, and
-give `differing` its address. With VLLM_ALLOW_INSECURE_SERIALIZATION=1 an engine needs no Prover:
+The weights go to the worker through a file (TMPDIR=/dev/shm: in memory), and names come back. With
+VLLM_ALLOW_INSECURE_SERIALIZATION=1 an engine needs no Prover:
 `collective_rpc(differing_from, args=(path,))`. An engine of several workers is refused.
 """
 
-import json
 from tempfile import NamedTemporaryFile
-from urllib.request import Request, urlopen
 
 import proof
 import torch
@@ -31,14 +28,8 @@ class Prover:
 
 
 def differing(engine, weights):
-    """The `Report` of proof.py. `engine`: an LLM, or the address of a server."""
+    """The `Report` of proof.py for an LLM."""
     with NamedTemporaryFile() as file:
         torch.save(dict(weights), file.name)
-        if isinstance(engine, str):
-            body = json.dumps({"method": "differing_from", "args": [file.name]}).encode()
-            headers = {"Content-Type": "application/json"}
-            with urlopen(Request(f"{engine}/collective_rpc", body, headers)) as reply:
-                (report,) = json.load(reply)["results"]
-        else:
-            (report,) = engine.collective_rpc("differing_from", args=(file.name,))
+        (report,) = engine.collective_rpc("differing_from", args=(file.name,))
     return proof.Report(*report)

@@ -112,22 +112,22 @@ def check_sampling(sampling):
 
 def settings_of(config):
     """The settings in force, by their place."""
-    found = {}
+    settings = {}
     for place in SETTINGS:
         with suppress(AttributeError):
-            found[place] = attrgetter(place)(config)
-    return found
+            settings[place] = attrgetter(place)(config)
+    return settings
 
 
 def versions():
     """The version of each package that is installed."""
     import vllm
 
-    found = {"vllm": vllm.__version__}
+    packages = {"vllm": vllm.__version__}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            packages[name] = metadata.version(name)
+    return packages
 
 
 def device():

@@ -107,14 +107,14 @@ class Options:
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names that `cells` selects. Raises: ValueError for a cell that is none of them."""
-        found = set()
+        selected = set()
         for pattern in self.cells:
             matching = fnmatch.filter(names, pattern)
             if not matching:
                 raise ValueError(f"cells must be names of cells or patterns, got {pattern}; there"
                                  f" are {', '.join(names)}")
-            found.update(matching)
-        return [name for name in names if name in found]
+            selected.update(matching)
+        return [name for name in names if name in selected]
 
 
 # ---------------------------------------------------------------------------------- runs

@@ -26,7 +26,7 @@ class Verdict:
     probe: Probe
     status: Literal["parity", "mismatch", "unexplained"]
     causes: list[Cause]  # none: parity or unexplained
-    found: list[Explanation]  # all hypotheses tried, the best first
+    explanations: list[Explanation]  # all hypotheses tried, the best first
 
     def __post_init__(self):
         probe = self.probe
@@ -48,7 +48,7 @@ class Verdict:
             if not self.probe.earlier:
                 parts.append("Not tested without earlier weights (--earlier): old weights and KV")
             parts.append("Next: python -m probe layers says which layer of the model differs")
-        best = self.found[0]
+        best = self.explanations[0]
         if best.wrong.any() and best.few_wrong:
             rows = best.wrong.nonzero()[:, 0].tolist()
             parts.append(f"Requests wrong: {', '.join(map(str, rows))}")
@@ -58,7 +58,7 @@ class Verdict:
     def report(self) -> str:
         """All hypotheses, each at its best (*: it fits), and the sentence."""
         rows = {}
-        for each in self.found:
+        for each in self.explanations:
             rows.setdefault(each.causes, each)
         probe = self.probe
         trace = probe.trace
@@ -95,8 +95,8 @@ def diagnose(
     if probe.recomputed.isnan().any():
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
                          " the model's weights")
-    found = probe.search()
-    best = found[0]
+    explanations = probe.search()
+    best = explanations[0]
     named = list(observed)
     if best.fits:
         named += best.causes
@@ -109,7 +109,7 @@ def diagnose(
         status = "mismatch"
     elif not best.fits:
         status = "unexplained"
-    return Verdict(probe, status, named, found)
+    return Verdict(probe, status, named, explanations)
 
 
 # ---------------------------------------------------------------------------------- a live engine

@@ -48,14 +48,14 @@ def find_modules(model: Module, count: int) -> dict[str, Point]:
     if layers is None:
         raise ValueError(f"model must have its {count} decoder layers in a list (their outputs are"
                          f" compared), got {type(model).__name__}")
-    found = {"embedding": Point(layers[0], "entering"), "final norm": Point(model, "stream")}
+    points = {"embedding": Point(layers[0], "entering"), "final norm": Point(model, "stream")}
     for index, layer in enumerate(layers):
-        found[f"layer {index}, output"] = Point(layer, "stream")
+        points[f"layer {index}, output"] = Point(layer, "stream")
         for name, module in layer.named_children():
             if name in HALVES:
-                found[f"layer {index}, input of {HALVES[name]}"] = Point(module, "entering")
-                found[f"layer {index}, {HALVES[name]}"] = Point(module, "leaving")
-    return found
+                points[f"layer {index}, input of {HALVES[name]}"] = Point(module, "entering")
+                points[f"layer {index}, {HALVES[name]}"] = Point(module, "leaving")
+    return points
 
 
 def collect(points: dict[str, Point], run: Callable[[], Any],

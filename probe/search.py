@@ -113,15 +113,16 @@ def distributions_of(
 ) -> dict[MaskedSampling, Cause | None]:
     """What the trainer scores, and what an engine may report instead, with the cause of that."""
     alone = replace(sampling, **OFF)
-    found = {alone if trainer == "temperature" else sampling: None}
-    found.setdefault(sampling, causes.NO_MASK)
-    found.setdefault(replace(alone, temperature=float(sampling.temperature > 0)), causes.RAW)
+    distributions = {alone if trainer == "temperature" else sampling: None}
+    distributions.setdefault(sampling, causes.NO_MASK)
+    raw = replace(alone, temperature=float(sampling.temperature > 0))
+    distributions.setdefault(raw, causes.RAW)
     config = model.generation_config.to_diff_dict()
     hidden = {name: config[name] for name, off in OFF.items()
               if name in config and getattr(sampling, name) == off}
     shown = ", ".join(f"{name} {value}" for name, value in hidden.items())
-    found.setdefault(replace(sampling, **hidden), causes.HIDDEN.of(shown))
-    return found
+    distributions.setdefault(replace(sampling, **hidden), causes.HIDDEN.of(shown))
+    return distributions
 
 
 # ---------------------------------------------------------------------------------- the search
@@ -146,9 +147,9 @@ class Probe(Replay):
     def search(self) -> list[Explanation]:
         """Tries pass after pass until one cause explains the trace. Returns all, the best first."""
         tried = []
-        for found in self._passes():
-            for readout in found.precise:
-                closer = self._where_closer(found, readout)
+        for hypothesis in self._passes():
+            for readout in hypothesis.precise:
+                closer = self._where_closer(hypothesis, readout)
                 tried.append(self.explain(closer, readout))
             tried.sort(key=lambda each: each.order)
             best = tried[0]
@@ -190,26 +191,26 @@ class Probe(Replay):
                 values[Readout(sampling, dtype)] = logprobs.double()
         return values
 
-    def _where_closer(self, found: Pass, readout: Readout) -> Pass:
+    def _where_closer(self, hypothesis: Pass, readout: Readout) -> Pass:
         """The pass in the requests that it brings closer, and the trainer's own in the others."""
-        gain = size_of(self.error(self.now, readout)) - size_of(self.error(found, readout))
+        gain = size_of(self.error(self.now, readout)) - size_of(self.error(hypothesis, readout))
         closer = (self.row_means(gain) > 0)[self.rows]  # (N,)
 
         def choose(one: Values, other: Values) -> Values:
             return {each: torch.where(closer, one[each], other[each]) for each in one}
 
-        return Pass(choose(found.precise, self.now.precise),
-                    choose(found.rounded, self.now.rounded), found.cause)
+        return Pass(choose(hypothesis.precise, self.now.precise),
+                    choose(hypothesis.rounded, self.now.rounded), hypothesis.cause)
 
     # ------------------------------------------------------------------------------ explanations
-    def error(self, found: Pass, readout: Readout) -> Tensor:
+    def error(self, hypothesis: Pass, readout: Readout) -> Tensor:
         """The engine's error against a hypothesis: (N,)."""
-        return self.reported - found.precise[readout]
+        return self.reported - hypothesis.precise[readout]
 
-    def limits(self, found: Pass, readout: Readout) -> tuple[float, float, float]:
+    def limits(self, hypothesis: Pass, readout: Readout) -> tuple[float, float, float]:
         """The trainer's mean |error|, and the limits of the engine's and of each sequence's."""
-        ours = found.rounded[readout]
-        exact = found.precise[readout]
+        ours = hypothesis.rounded[readout]
+        exact = hypothesis.precise[readout]
         # 0 where both sides rule the token out.
         error = size_of((ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0))
         mean = error.nanmean().item()
@@ -221,35 +222,36 @@ class Probe(Replay):
         # The worst sequence of all is further away than one.
         return mean, limit(mean, spread, sequences), 2 * limit(mean, spread, 1)
 
-    def explain(self, found: Pass, readout: Readout) -> Explanation:
-        trainer_error, allowed, allowed_alone = self.limits(found, readout)
-        size = size_of(self.error(found, readout))  # (N,)
+    def explain(self, hypothesis: Pass, readout: Readout) -> Explanation:
+        trainer_error, allowed, allowed_alone = self.limits(hypothesis, readout)
+        size = size_of(self.error(hypothesis, readout))  # (N,)
         wrong = self.row_means(size) > allowed_alone
         of_right = size[~wrong[self.rows]]
         explains_right = (of_right.nanmean().item() <= allowed
-                          and self._each_removes_enough(found, readout))
-        changes = found.cause, self.distributions[readout.distribution], self.heads[readout.head]
+                          and self._each_removes_enough(hypothesis, readout))
+        changes = (hypothesis.cause, self.distributions[readout.distribution],
+                   self.heads[readout.head])
         return Explanation(tuple(filter(None, changes)), readout, size.nanmean().item(),
                            trainer_error, allowed, wrong, explains_right)
 
-    def _each_removes_enough(self, found: Pass, readout: Readout) -> bool:
+    def _each_removes_enough(self, hypothesis: Pass, readout: Readout) -> bool:
         """Whether each cause removes enough of the error that remains without it.
 
         The errors are computed with an fp32 head: two passes round differently in 16 bits, so a
         wrong pass can come closer in some requests by chance. With a 16-bit head the signs decide.
         """
         fine = replace(readout, head=torch.float32)
-        left = self.error(found, fine)
+        left = self.error(hypothesis, fine)
         without = []  # errors without one of the causes
-        if found.cause:
+        if hypothesis.cause:
             without.append(self.error(self.now, fine))
         if self.distributions[readout.distribution]:
-            without.append(self.error(found, self.start.readout))
+            without.append(self.error(hypothesis, self.start.readout))
         if readout.head == torch.float32:
             return all(size_of(left).nanmean() <= MOST_LEFT * size_of(each).nanmean()
                        for each in without)
         # The hidden states are rounded as the engine's are.
-        by_head = found.rounded[readout] - found.rounded[fine]
+        by_head = hypothesis.rounded[readout] - hypothesis.rounded[fine]
         return signs_agree(by_head, left) and all(signs_agree(each - left, each)
                                                   for each in without)
 

@@ -60,7 +60,6 @@ DIFFERENT = "of one workload, the prompts or the sampling of t0.7 differ"
 
 @pytest.mark.parametrize("changes, complaint", [
     ({"rollouts": lambda rollouts: rollouts[::-1]}, DIFFERENT),
-    ({"sampling": lambda sampling: replace(sampling, temperature=0.8)}, DIFFERENT),
     ({"meta": lambda meta: meta | {"model": {"weights": "b"}}},
      f"model must be that of the trace, the weight files in {MODEL} are not those that it names"),
     ({"name": lambda name: "other"}, "the first has t0.7, the second other; try --group"),

@@ -2,14 +2,9 @@
 
 import os
 import re
-import subprocess
 import sys
-from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import cycle
-from socket import socket
-from time import sleep
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -86,51 +81,23 @@ def test_each_fault_of_trls_sync_is_named(good, tmp_path, monkeypatch):
     assert len(reports) == len(steps) == 3 * len(FAULTS)
 
 
-@contextmanager
-def an_llm(folder):
-    """Its engine core is in a child process."""
-    from vllm import LLM
-
-    llm = LLM(folder, **SMALL)
-    assert not hasattr(llm.llm_engine, "model_executor")
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def a_server(folder):
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [f"--{name.replace('_', '-')}={value}".removesuffix("=True") for name, value in SMALL.items()]
-    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", f"--port={port}"]
-    server = subprocess.Popen(program + words, cwd=ROOT, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
-    address = f"http://127.0.0.1:{port}"
-    try:
-        while server.poll() is None:
-            with suppress(OSError), urlopen(f"{address}/health"):
-                break
-            sleep(0.1)
-        yield address
-    finally:
-        server.terminate()
-        server.wait()
-
-
 @pytest.mark.engine
-@pytest.mark.parametrize("started", [an_llm, a_server])
-def test_a_changed_bit_is_named_in_another_process(tmp_path, monkeypatch, started):
+def test_a_changed_bit_is_named_in_another_process(tmp_path, monkeypatch):
     close_live_engine()
     prepare_environment()
+    from vllm import LLM
+
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "verify"), prepend=os.pathsep)
     model = qwen2(tied=True)
     model.save_pretrained(tmp_path)
-    with started(str(tmp_path)) as engine:
-        assert differing(engine, model.state_dict()) == ([], [], [])
-        assert differing(engine, dict(model.named_parameters())) == ([], [], ["lm_head.weight"])  # a copy, not compared
-        model.get_parameter(UP).data.view(torch.int32)[3, 5] ^= 2**16
-        assert differing(engine, model.state_dict()) == ([UP], [], [])
+    llm = LLM(str(tmp_path), **SMALL)
+    assert not hasattr(llm.llm_engine, "model_executor")  # it is in a child process
+    assert differing(llm, model.state_dict()) == ([], [], [])
+    assert differing(llm, dict(model.named_parameters())) == ([], [], ["lm_head.weight"])  # a copy, not compared
+    model.get_parameter(UP).data.view(torch.int32)[3, 5] ^= 2**16
+    assert differing(llm, model.state_dict()) == ([UP], [], [])
+    llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.engine

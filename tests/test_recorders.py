@@ -102,9 +102,8 @@ def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tm
     logprobs = padded([each.logprobs for each in rollouts])
     batch = {"prompt_ids": prompts, "prompt_mask": prompts != 0, "completion_ids": tokens,
              "completion_mask": tokens != 0, "sampling_per_token_logps": logprobs, "old_per_token_logps": logprobs}
-    halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(8), slice(8, 16))]
     trainer = SimpleNamespace(
-        _buffered_inputs=halves, save_model=lambda folder: Path(folder).mkdir(parents=True),
+        _buffered_inputs=[batch], save_model=lambda folder: Path(folder).mkdir(parents=True),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model), model=SimpleNamespace(dtype=torch.float32),
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)  # fmt: skip
     callback = TraceRecorder(trainer, tmp_path, steps=2)

@@ -411,7 +411,6 @@ class Policy:
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self.head.dtype).removeprefix("torch."),
             "temperature": self.head.temperature,
-            "gradient_checkpointing": self.model.is_gradient_checkpointing,
         }
 
     # ------------------------------------------------------------------- log-probabilities

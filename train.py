@@ -16,7 +16,6 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 # isort: split
 import json
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -43,7 +42,6 @@ from extras import Flat
 from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
 from report import metrics
 from report.clock import Clock
-from report.curves import draw_at_evaluation
 from report.errors import (
     LARGEST,
     MANY,
@@ -54,6 +52,7 @@ from report.errors import (
     printable,
     replace_file,
     stage,
+    stop_on_signals,
     within,
 )
 from report.files import (
@@ -62,9 +61,9 @@ from report.files import (
     checkpoints,
     record_of,
     save_checkpoint,
-    write_folder,
+    save_policy,
 )
-from report.log import answer_line, log_line
+from report.log import answer_line, log, settings_lines
 from rl import (
     Batch,
     Minibatches,
@@ -292,6 +291,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.source.load_state_dict(state["source"])
 
+
 # ---------------------------------------------------------------------------------- the start
 def prepare(config: Config) -> Run:
     """Check all that can be checked without the model's weights. Raises: ValueError."""
@@ -353,9 +353,7 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
     for change in parts.on_record:
         record = change(record)
     replace_file(run.out / "config.json", json.dumps(record, indent=2))
-    for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
-        in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
-        print(f"{side}: {in_force}", flush=True)
+    print(settings_lines(policy.audit(), engine.settings), flush=True)
     for prepare_first_step in parts.at_begin:
         prepare_first_step(trainer, record)
     return trainer
@@ -366,7 +364,7 @@ def train(trainer: Trainer) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
     config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
     if parts.first_step == 1:
-        log(trainer, {"step": 0} | evaluate(trainer, 0))
+        log(trainer.run, {"step": 0} | evaluate(trainer, 0), extras.ENDINGS, parts.writers)
     started = time.perf_counter()
     for step in range(parts.first_step, config.steps + 1):
         with stage(f"step {step}"):
@@ -377,12 +375,13 @@ def train(trainer: Trainer) -> None:
         if last or step % config.eval_every == 0:
             done.metrics.update(evaluate(trainer, step))
         a_step = (time.perf_counter() - started) / (step - parts.first_step + 1)
-        log(trainer, done.metrics | {"left_s": a_step * (config.steps - step)})
+        left = {"left_s": a_step * (config.steps - step)}
+        log(trainer.run, done.metrics | left, extras.ENDINGS, parts.writers)
         if last or step % config.checkpoint_every == 0:
             save_checkpoint(out, step, trainer.state_dict())
     for finish in parts.at_end:
         finish()
-    save_policy(trainer)
+    save_policy(trainer.run, trainer.policy.model, parts.after_save)
     trainer.engine.close()
 
 
@@ -572,31 +571,10 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) ->
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
-def log(trainer: Trainer, figures: dict[str, Any]) -> None:
-    """All of it to metrics.jsonl and other writers, pictures, one line to the terminal."""
-    run = trainer.run
-    append_rows(run.out / "metrics.jsonl", [figures])
-    print(log_line(figures, run.config.steps, extras.ENDINGS), flush=True)
-    draw_at_evaluation(run.out, figures)
-    for write in trainer.parts.writers:
-        write(figures)
-
-
-def save_policy(trainer: Trainer) -> None:
-    """OUT/policy: the model as a Hugging Face folder."""
-    run, model = trainer.run, trainer.policy.model
-    folder = run.out / "policy"
-    write_folder(model, run.task.tokenizer, folder)
-    for complete in trainer.parts.after_save:
-        complete(model, folder)
-
-
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
+    stop_on_signals()
     with exit_with_message(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
     out = config.out

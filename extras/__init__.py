@@ -29,7 +29,7 @@ NAMES = (
     "rotary_table", "sampling_mask", "prefix_cache", "cuda_graphs", "inflight",
     "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing", "prompts_once",
     "offload", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
-    "tracker", "multimodal", "transformers4", "generation_config")  # fmt: skip
+    "tracker", "multimodal", "transformers4", "export_sampling")  # fmt: skip
 FILES = {name: import_module(f"extras.{name}") for name in NAMES if find_spec(f"extras.{name}")}
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --lora.lora-rank
 # May change at --resume; the prompts have a digest of their own.

@@ -17,6 +17,11 @@ from extras.masks import MaskedSampling, check_mask, collect_kept_sets, has_mask
 from report.errors import MANY, within
 from rl import Batch, Restriction, at_targets, no_restriction
 
+ENDINGS = {
+    "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
+    "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Options:
@@ -98,6 +103,7 @@ def kept_sets(batch: Batch, response: Tensor) -> Restriction:
         trained = rollout.trained or [True] * len(rollout.kept)
         kept += compress(rollout.kept, trained)
     if not kept:
+        assert not getattr(batch.rollouts[0].sampling, "max_kept", 0), "the engine collects no sets"
         return no_restriction
     tokens = int(response.sum())
     assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -50,6 +51,13 @@ def stage(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
@@ -97,3 +98,11 @@ def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         copymode(folder / "config.json", weights)
+
+
+def save_policy(run: Any, model: torch.nn.Module, after_save: list[Callable]) -> None:
+    """OUT/policy: the model as a Hugging Face folder."""
+    folder = run.out / "policy"
+    write_folder(model, run.task.tokenizer, folder)
+    for complete in after_save:
+        complete(model, folder)

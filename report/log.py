@@ -1,10 +1,13 @@
 """The line of a step, and an answer in one line."""
 
 import json
+from collections.abc import Callable
 from string import Formatter
 from typing import Any
 
+from report.curves import draw_at_evaluation
 from report.errors import escaped
+from report.files import append_rows
 
 STEP = (
     " | reward {reward:.3f}{terms} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
@@ -58,6 +61,24 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
         if name in figures and (figures[name] or not isinstance(figures[name], int)):
             line += sentence
     return Columns().vformat(line, (), figures)
+
+
+def log(
+    run: Any, figures: dict[str, Any], endings: dict[str, str], writers: list[Callable]
+) -> None:
+    """All of it to metrics.jsonl and the writers, pictures, one line to the terminal."""
+    append_rows(run.out / "metrics.jsonl", [figures])
+    print(log_line(figures, run.config.steps, endings), flush=True)
+    draw_at_evaluation(run.out, figures)
+    for write in writers:
+        write(figures)
+
+
+def settings_lines(trainer: dict[str, Any], engine: dict[str, Any]) -> str:
+    """What is in force on both sides."""
+    sides = {"trainer": trainer, "engine": engine}
+    return "\n".join(f"{side}: {', '.join(f'{name} {value}' for name, value in settings.items())}"
+                     for side, settings in sides.items())
 
 
 def shown(text: str, head: int = 300, tail: int = 300) -> str:

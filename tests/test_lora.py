@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from engine_adapter import Rollout
 from extras.lora import Adapters, Options
+from report.files import save_policy
 from rl import Policy, make_batch
-from train import Trainer, save_policy, train_step
+from train import Trainer, train_step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
@@ -89,7 +90,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_
     assert all(torch.equal(adapters[name], tensor) for name, tensor in resumed.policy.trained().items())
     for finish in whole.parts.at_end:
         finish()
-    save_policy(whole.run, whole.policy)
+    save_policy(whole.run, whole.policy.model, whole.parts.after_save)
     exported, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16).state_dict()
                       for path in (tmp_path / "whole" / "policy", good / "model"))  # fmt: skip
     assert exported.keys() == base.keys()

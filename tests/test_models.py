@@ -14,15 +14,14 @@ from transformers.utils import logging
 
 import extras
 from engine_adapter import Rollout
-from extras.generation_config import declare
+from extras.export_sampling import declare
 from extras.masks import MaskedSampling
-from report.files import write_folder
-from rl import Policy
+from report.files import save_policy, write_folder
 from tasks.model_folder import describe_model, load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode
 from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
-from train import Run, parts_of, save_policy
+from train import Run, parts_of
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -108,7 +107,7 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
     task = encode(toy_tokenizer(), task_of("digits"), (EOS,), Options())
     run = Run(config_of(engine="transformers"), tmp_path, str(source), task, MaskedSampling(0.7, 4, (EOS,)))
-    save_policy(SimpleNamespace(run=run, policy=Policy(model), parts=parts_of(run)))
+    save_policy(run, model, parts_of(run).after_save)
     index, held = read_json(tmp_path / "policy/model.safetensors.index.json"), {}
     for file in {*index["weight_map"].values()}:
         held |= load_file(tmp_path / "policy" / file)

@@ -1,0 +1,105 @@
+"""Each extra can be taken away, and no core file has a word of one."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+import extras
+from train import Config
+
+CORE = ("train", "rl", "objectives", "engine_adapter")
+OPTIONS = {name: {option.name for option in fields(file.Options)} if hasattr(file, "Options") else set()
+           for name, file in extras.FILES.items()}  # fmt: skip
+
+
+def copied(folder: Path, without: list[str]) -> Path:
+    """All that a run needs except for these files of extras/."""
+    shutil.copytree(ROOT, folder, ignore=lambda path, names: [name for name in names if name.startswith(".")
+                    or (Path(path) == ROOT and name in ("docs", "tests", "runs", "examples", "exercises", "lab"))])
+    for name in without:
+        (folder / "extras" / f"{name}.py").unlink()
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    (folder / ".cache").symlink_to(ROOT / ".cache")
+    return folder
+
+
+def run(folder: Path, *words: str) -> list[dict]:
+    """The rows of metrics.jsonl without seconds and memory."""
+    job = "--steps", "1", "--num-prompts", "16", "--eval-problems", "8", "--out", folder / "run", *words
+    subprocess.run([sys.executable, folder / "train.py", *job], cwd=folder, check=True, capture_output=True)
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in row.items() if not name.endswith(("_s", "_gib"))} for row in rows]
+
+
+# In processes forked from one that has imported what takes time: a line of option names without each file.
+WITHOUT_EACH = """
+import os, sys
+import torch, tyro
+sys.path.insert(0, ".")
+for name in sys.argv[1:]:
+    path = f"extras/{name}.py"
+    os.rename(path, "away")
+    if os.fork() == 0:
+        import train
+        tyro.extras.get_parser(train.Config).format_help()
+        print(*train.Config().flat(), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+    os.rename("away", path)
+"""
+
+
+def test_without_the_file_of_an_extra_the_command_has_none_of_its_options(tmp_path):
+    folder = copied(tmp_path / "copy", [])
+    program = [sys.executable, "-c", WITHOUT_EACH, *OPTIONS]
+    found = subprocess.run(program, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()
+    everything = {*Config().flat()}
+    for (name, options), line in zip(OPTIONS.items(), found, strict=True):
+        assert everything - {*line.split()} == options, name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["lora", "inflight", "rounded_weights", "resume", "transformers_engine"])
+def test_without_the_file_of_an_extra_the_job_runs(name, tmp_path):
+    assert len(run(copied(tmp_path / "copy", [name]))) == 2
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_no_core_file_has_a_word_of_an_extra(name):
+    """The name of a file, an option or a class. `engine` is also the engine, `sampling_mask` a fix."""
+    words = set(OPTIONS).union(*OPTIONS.values())
+    for file in OPTIONS:
+        tree = ast.parse((ROOT / "extras" / f"{file}.py").read_text())
+        words |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    words -= {"engine", "sampling_mask", "Options", "Folder"}
+    nodes = list(ast.walk(ast.parse((ROOT / f"{name}.py").read_text())))
+    used = {value for node in nodes for field in ("id", "attr", "arg", "name", "value", "module")
+            if isinstance(value := getattr(node, field, None), str)}
+    assert used & words == set()
+
+
+def test_the_option_of_the_page_is_one_file_and_one_line(tmp_path):
+    """It says its rule, and prints what it promises."""
+    page = (ROOT / "docs" / "fork.md").read_text()
+    code = re.search(r"```python\n# extras/show_responses.py\n(.*?)```", page, re.S)[1]
+    folder = copied(tmp_path / "copy", [])
+    (folder / "extras" / "show_responses.py").write_text(code)
+    names = folder / "extras" / "__init__.py"
+    names.write_text(names.read_text().replace("NAMES = (", 'NAMES = ("show_responses",'))
+    words = [sys.executable, "train.py", "--engine", "transformers", "--steps", "1", "--num-prompts", "2",
+             "--group-size", "2", "--eval-problems", "2", "--out", "run", "--show-responses"]  # fmt: skip
+    refused, done = (subprocess.run([*words, number], cwd=folder, capture_output=True, text=True, check=False)
+                     for number in "52")  # fmt: skip
+    said = " ".join(refused.stderr.replace("│", " ").split())
+    assert "show_responses must be 0 to num_prompts * group_size, got 5" in said
+    lines = done.stdout.splitlines()
+    before = lines[: next(place for place, line in enumerate(lines) if line.startswith("step   1/1"))]
+    assert done.returncode == 0 and all(line.isdigit() for line in before[-3:-1])

@@ -139,10 +139,6 @@ def config_of(parity: ParityFlags | None = None, **options) -> Config:
     return Config(**groups, **options)
 
 
-def config_changed(config: Config, **changes) -> Config:
-    return config_of(**config.flat() | {"parity": config.parity} | changes)
-
-
 def built(root: Path, out: Path, **options) -> Trainer:
     """All of train.py up to the first step, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,

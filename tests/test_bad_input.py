@@ -84,6 +84,7 @@ TASKS = {  # by the file's name and the case
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
     "a.jsonl no rows": (LINE + "\n3", "line 2: its question must be a text, or chat messages with role and content,"),
     "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
+    "a.jsonl space": ('{"question": "1 2", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
     "a.py raises": ("1 / 0", "the import of {path} fails (ZeroDivisionError"),
     "a.py no reward": (SAMPLE, "it has no reward"),
     "a.py no answer": (PYTHON.replace(", str(number + 1)", ""), "a problem of {path} must be a question, an answer"),
@@ -103,7 +104,7 @@ def test_a_task_file(good, tmp_path, kind, capsys):
 
 
 # ------------------------------------------------------------------------------------------------ models
-NORM, HEAD = "model.norm.weight", torch.ones(96, 64)
+NORM, UP, HEAD = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", torch.ones(96, 64)
 CONFIG, WEIGHTS, SETTINGS = "config.json", "model.safetensors", "generation_config.json"
 INDEX = f"{WEIGHTS}.index.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}
@@ -114,6 +115,8 @@ MODELS = {
     "another shape": (tensors(lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (tensors(lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
     "a head of its own": (tensors(lambda t: t.update({"lm_head.weight": HEAD})), "set tie_word_embeddings to false"),
+    "scales": (tensors(lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn), f"{UP}_scale": torch.ones(1),
+                                           f"{UP}_scale_inv": torch.ones(1)})), UP + "_scale and 1 more scales"),
     "quantised": (rewrite(CONFIG, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
     "adapters": (lambda f: (f / "adapter_config.json").write_text("{}"), "{folder} has adapter_config.json; merge"),
     "weights twice": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}'),

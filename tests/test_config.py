@@ -11,8 +11,6 @@ from helpers import config_of
 from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
 from extras.masks import MaskedSampling
 from train import Config
-from verify.settings import READERS
-from verify.start import check_vllm_version
 
 
 def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
@@ -30,10 +28,6 @@ def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_
     assert (wanted["enable_prefix_caching"], wanted["async_scheduling"]) == (True, False)
     for variants, fp32 in (((), True), (("both-heads",), False)):
         assert ParityFlags(fp32_head=False, variants=variants).trainer_fp32_head == fp32
-
-
-def test_each_setting_of_a_fix_is_read_back():
-    assert {setting.argument.rpartition(".")[2] for setting in SETTINGS} <= READERS.keys()
 
 
 def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_is_on_by_default_is_a_fix(monkeypatch):
@@ -89,17 +83,6 @@ def test_an_option_takes_the_ends_of_its_range_and_nothing_beyond(line):
 
 
 # ------------------------------------------------------------------------------------------------ beside the groups
-def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypatch):
-    """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
-    planted = tmp_path / "vllm-0.99.1.dist-info"
-    planted.mkdir()
-    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert check_vllm_version(allow_untested=True) == "0.99.1"
-    with pytest.raises(ValueError, match=r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"):
-        check_vllm_version()
-
-
 def test_sampling_refuses_what_cannot_be_scored():
     for name, value in dict(temperature=0.001, top_k=-1, presence_penalty=float("nan")).items():
         with pytest.raises(ValueError, match=f"{name} must be"):

@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from helpers import command, config_of, read_json, refusal, rows, train_here
+from helpers import command, config_of, read_json, refusal, train_here
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -204,22 +204,3 @@ def test_the_first_prompt_is_printed_and_stored_and_a_date_in_the_template_is_fo
     assert "27=" in said and "26=" in said and "try --chat-template-args" in said
     with_template(good, tmp_path, today % "27")
     assert "model and its task, changed are" in refusal(again, capsys)  # the template itself is another file
-
-
-def test_an_own_job_in_two_commands(good, tmp_path, capsys):
-    """A file of rows with a chat, a reward of one's own that reads the row, and another file to evaluate on."""
-    chats = [{"prompt": [{"role": "user", "content": f"{n}+2="}], "reward_model": {"ground_truth": n + 2}}
-             for n in range(40)]
-    (tmp_path / "rows.json").write_text(json.dumps(chats))
-    (tmp_path / "mine.py").write_text(
-        "def reward(problem, response):\n"
-        "    truth = problem.row.get('reward_model', {}).get('ground_truth', problem.answer)\n"
-        "    assert str(truth) == problem.answer\n"
-        "    return {'right': float(response == problem.answer), 'short': -0.1 * len(response)}\n")  # fmt: skip
-    words = with_template(good, tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    train_here([*command(good, words), "--task", f"{tmp_path}/rows.json", "--reward", f"{tmp_path}/mine.py",
-                "--answer-column", "reward_model.ground_truth", "--eval-task", str(good / "task.jsonl")])
-    printed = capsys.readouterr().out
-    assert f"{tmp_path}/rows.json: questions are in column prompt, answers in reward_model.ground_truth\n" in printed
-    row = rows(tmp_path / "run")[-1]
-    assert row["reward"] == pytest.approx(row["reward/right"] + row["reward/short"])

@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
-from statistics import fmean as mean
 
 import pytest
 import torch
-from helpers import ROOT, built, rows, task_of
+from helpers import ROOT, task_of
 
 from engine_adapter import Rollout
 from objectives import group_advantages
@@ -21,7 +19,6 @@ from tasks.problem_files import try_reward
 from tasks.prompts import encode
 from tasks.task_file import TaskFile
 from tasks.toys import toy_tokenizer
-from train import evaluate, train_step
 
 BODY = """
 import collections, ctypes, fractions, itertools, math, os, sys
@@ -38,6 +35,7 @@ FAILURES = {  # None: the reward is 1
     "raise KeyError('no such thing')": "KeyError: 'no such thing'", "sys.exit(0)": "SystemExit: 0",
     "ctypes.string_at(0)": "ended with status -11",
     "collections.deque(itertools.repeat(0), maxlen=0)": "no answer within 0.5 s",  # in C: no signal handler is run
+    "os.write(int(sys.argv[1]), b'\\0\\0')\n while True: pass": "no answer within 0.5 s",  # half a message
     "return math.nan": "it returned nan", "return '1.0'": "it returned '1.0'",
     "return {'a': 1.0, 'b': None}": "its part b is None, not a finite number",
     "return fractions.Fraction(1)": None, "print('printed'); return 1": None,
@@ -203,20 +201,3 @@ def test_a_reward_without_return_is_noticed_before_the_engine_starts(tmp_path, c
     scored(tmp_path, "def reward(problem, response): problem.answer == response", "1")
     said = capsys.readouterr().out
     assert said.count("notice: such responses have no reward and are left out: None on ") == 1
-
-
-def test_a_step_gives_no_loss_to_what_is_left_out_not_even_that_of_a_kl(good, tmp_path):
-    (tmp_path / "mine.py").write_text("def reward(problem, response): return len(response) if response[1:] else None")
-    trainer = built(good, tmp_path / "run", reward=str(tmp_path / "mine.py"), num_prompts=8, group_size=4,
-                          max_new_tokens=6, kl_coef=0.1, steps=1)  # fmt: skip
-    done = train_step(trainer, 1)
-    left_out = [math.isnan(each.score) for each in done.batch.rollouts]
-    assert 0 < sum(left_out) == done.metrics["left_out"] < 32
-    assert [not row.any() for row in done.batch.mask] == left_out
-    assert done.metrics["tokens"] == sum(len(each.token_ids) for each in done.batch.rollouts)  # those left out, too
-    assert done.metrics["reward"] == mean(each.reward for each in done.batch.rollouts if not math.isnan(each.reward))
-    metrics = evaluate(trainer, 1)
-    found = Counter(row["mode"] for row in rows(tmp_path / "run", "samples") if row["reward"] is None)
-    assert (metrics["eval_reward_left_out"], metrics["eval_reward_greedy_left_out"]) == tuple(
-        found[mode] for mode in ("sampled", "greedy"))
-    assert found

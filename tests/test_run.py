@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import config_of, policy_in
+from helpers import config_of, qwen2
 
 from engine_adapter import ParityFlags
 from extras import idle_switches
@@ -17,6 +18,7 @@ from extras.transformers_engine import engine_for
 from report.clock import Clock
 from report.errors import end_of_process
 from report.files import provenance
+from rl import Policy
 from train import Config, parts_of, prepare
 
 
@@ -28,6 +30,7 @@ def job(good, tmp_path) -> Callable[..., Config]:
 
 
 def test_a_switch_that_can_change_nothing_is_named(job, capsys):
+    run = prepare(job())
     off = ParityFlags(inflight_keep=False, fp32_head=False)
     raw, masked = (ParityFlags(processed_logprobs=False, sampling_mask=mask) for mask in (True, False))
     for parity, changes, named in (
@@ -36,18 +39,18 @@ def test_a_switch_that_can_change_nothing_is_named(job, capsys):
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
         parts = SimpleNamespace(at_begin=[])
-        idle_switches.install(prepare(job(parity=parity, **changes)), None, parts)
+        idle_switches.install(replace(run, config=job(parity=parity, **changes)), None, parts)
         parts.at_begin[0](SimpleNamespace(engine=SimpleNamespace(settings={"block_size": 16})), {}, 1)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 
 
-def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache(job):
+def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache():
     per_token = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, bytes
-    run = prepare(job())
-    for gib, sequences in ((0.25, 512), (10.5 * per_token * run.max_model_len / 2**30, 10)):
-        run = prepare(job(kv_cache_gib=gib))
-        assert engine_for(run, policy_in(run.folder)).max_num_seqs == sequences
+    policy = Policy(qwen2(tied=True))
+    for gib, sequences in ((0.25, 512), (10.5 * per_token * 64 / 2**30, 10)):
+        run = SimpleNamespace(config=config_of(kv_cache_gib=gib), max_model_len=64)
+        assert engine_for(run, policy).max_num_seqs == sequences
 
 
 def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypatch):
@@ -60,11 +63,18 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
         prepare(job(**{"engine": "vllm"} | allowed))
 
 
-def test_vllm_must_be_there_where_it_samples(job, monkeypatch):
-    monkeypatch.setattr("verify.start.distributions", lambda name: [])
-    parts_of(prepare(job(engine="transformers")))
-    with pytest.raises(ValueError, match="vLLM is not installed"):
-        parts_of(prepare(job()))
+@pytest.mark.parametrize("version, needed, complaint", [
+    ("", "", "vLLM is not installed"), ("0.99.1", "", r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"),
+    ("0.32.0", "torch==9.9", r"torch must be ==9\.9, for which vLLM 0\.32\.0 was built, got 2"),
+])  # fmt: skip
+def test_vllm_must_be_there_where_it_samples_in_a_tested_version_and_for_this_torch(
+        job, monkeypatch, version, needed, complaint):
+    installed = [SimpleNamespace(version=version, requires=[needed] if needed else None)] if version else []
+    monkeypatch.setattr("verify.start.distributions", lambda name: installed)
+    run = prepare(job())
+    with pytest.raises(ValueError, match=complaint):
+        parts_of(run)
+    parts_of(replace(run, config=job(**{"allow_untested_vllm": True} if version else {"engine": "transformers"})))
 
 
 def test_the_peak_of_a_phase_is_that_of_memory_that_was_freed_in_it():

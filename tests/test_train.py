@@ -1,8 +1,9 @@
 """Whole runs: learning, evaluation, the live probe, users' models and tasks, the exported policy."""
 
+import math
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
-from itertools import product
 from statistics import fmean
 
 import numpy
@@ -14,7 +15,6 @@ from helpers import (
     SMALL,
     built,
     command,
-    config_changed,
     config_of,
     floors_of,
     policy_in,
@@ -50,10 +50,16 @@ def test_the_default_job_learns_at_parity(tmp_path):
     assert min(row["eval_agree"] for row in table if "eval_agree" in row) >= 0.95  # float32 has a few near ties
 
 
-def test_options_arrive_where_they_act(good, tmp_path):
-    trainer = built(good, tmp_path / "run", seed=7, inflight_groups=1, max_staleness=3,
-                          lora_rank=2)  # fmt: skip
-    assert (trainer.source.seed, trainer.source.max_staleness) == (7, 3)
+def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_path):
+    """Values and gradients of both bodies: test_architectures.py."""
+    trainer = built(good, tmp_path / "probed", prompts_once=False, probe_every=2)
+    done = train_step(trainer, 2)
+    done.metrics["current_mismatch_kl"] = 9.0  # an alarm
+    assert [observe(done) for observe in trainer.parts.observers] == [{}]
+    assert trainer.policy.audit()["body"] == "row_by_row"
+    trainer = built(good, tmp_path / "usual", seed=7, inflight_groups=1, max_staleness=3, lora_rank=2)
+    assert (trainer.source.seed, trainer.source.max_staleness, trainer.parts.observers) == (7, 3, [])
+    assert trainer.policy.audit()["body"] == "prompts_once"
     split = task_of(good / "task.jsonl", 7)
     assert [each.question for each in trainer.run.task.held_out] == [each.question for each in split.held_out]
     first = next(iter(trainer.policy.send.layers.values())).lora_A
@@ -61,40 +67,25 @@ def test_options_arrive_where_they_act(good, tmp_path):
     assert torch.equal(first, drawn * first.shape[1] ** -0.5)
 
 
-@pytest.mark.parametrize("once, body", [(True, "prompts_once"), (False, "row_by_row")])
-def test_prompts_are_computed_once_unless_rows_are_asked_for(good, tmp_path, once, body):
-    """Values and gradients of both bodies: test_architectures.py."""
-    assert built(good, tmp_path, prompts_once=once).policy.audit()["body"] == body
-
-
-def test_no_step_is_probed_unasked(good, tmp_path):
-    assert built(good, tmp_path / "no").parts.observers == []
-    trainer = built(good, tmp_path / "planned", probe_every=2)
-    done = train_step(trainer, 2)
-    done.metrics["current_mismatch_kl"] = 9.0  # an alarm
-    assert [observe(done) for observe in trainer.parts.observers] == [{}]
-
-
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def test_greedy_agreement_is_the_share_of_answers_without_another_token():
-    policy, likely, unlikely = Policy(qwen2(tied=False)), [5, 6], []
+    policy, likely = Policy(qwen2(tied=False)), [5, 6]
     for _ in range(2):
-        logits = policy.model(torch.tensor([likely])).logits[0, -1]
-        unlikely.append(logits.argmin().item())
-        likely.append(logits.argmax().item())
+        likely.append(policy.model(torch.tensor([likely])).logits[0, -1].argmax().item())
+    first, second = likely[2:]
     answers = [Rollout([5, 6], None, ids, [0.0] * len(ids))
-               for ids in (likely[2:3], likely[2:], unlikely[:1], [likely[2], unlikely[1]])]
+               for ids in ([first], [first, second], [first - 1], [first, second - 1])]
     assert greedy_agreement(policy, answers, config_of()) == 2 / 4
-    assert greedy_agreement(policy, answers[:2], config_of()) == 1
     policy.model.lm_head.weight.zero_()  # each token is a likeliest one
     assert greedy_agreement(policy, answers, config_of()) == 1
 
 
-def test_a_truncated_response_has_no_loss_if_asked():
-    ended, cut = (Rollout([1], None, finish_reason=reason, score=1.0) for reason in ("stop", "length"))
-    assert has_loss(cut, config_of())
-    assert [has_loss(each, config_of(mask_truncated=True)) for each in (ended, cut)] == [True, False]
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_response_has_no_loss_if_it_is_left_out_or_with_mask_truncated_cut_off(masks):
+    have = [has_loss(Rollout([1], None, finish_reason=reason, score=score), config_of(mask_truncated=masks))
+            for reason, score in (("stop", 1.0), ("length", 1.0), ("stop", math.nan))]  # fmt: skip
+    assert have == [True, not masks, False]
 
 
 class Signed(Source):
@@ -105,24 +96,26 @@ class Signed(Source):
         for place, rollout in enumerate(rollouts):
             rollout.append([9], [-1.0], self.engine.weight_version)
             rollout.trained = [True] * (len(rollout.token_ids) - 1) + [False]
-            rollout.reward = 1e8 + place % num_samples  # float32 cannot tell these apart
+            rollout.reward = 1e8 + place % num_samples if place else math.nan  # float32 cannot tell these apart
         return rollouts
 
 
-def test_a_sources_answer_serves_training_and_evaluation(good, tmp_path):
+def test_a_sources_answer_serves_training_and_evaluation_and_what_it_leaves_out_has_no_loss(good, tmp_path):
     trainer = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3,
                           num_minibatches=1)  # fmt: skip
     trainer.source = Signed(trainer.engine, trainer.run.task, trainer.run.sampling, 4, 2, 0)
     metrics, _, batch, _ = train_step(trainer, 1)
     assert (metrics["updates"], trainer.engine.weight_version) == (1, 2)
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
-    assert (batch.advantages != 0).all()
-    assert batch.mask.sum() == sum(len(rollout.token_ids) - 1 for rollout in batch.rollouts)
+    assert (batch.advantages != 0).flatten().tolist() == [False] * 2 + [True] * 6  # alone in its group is the second
+    assert batch.mask.sum(dim=1).tolist() == [0, *(len(rollout.token_ids) - 1 for rollout in batch.rollouts[1:])]
     assert metrics["lr"] == trainer.optimizer.adamw.param_groups[0]["lr"] == trainer.run.config.lr_at(1)
-    evaluate(trainer, 1)
-    samples = rows(tmp_path, "samples")
-    assert len(samples) == 5 + 5 * 3
-    assert all(sample["reward"] >= 1e8 for sample in samples)
+    figures = evaluate(trainer, 1)
+    samples = [[row["reward"] for row in rows(tmp_path, "samples") if row["mode"] == mode]
+               for mode in ("greedy", "sampled")]  # fmt: skip
+    for rewards, name in zip(samples, ("eval_reward_greedy", "eval_reward"), strict=True):
+        assert (rewards[0], figures[f"{name}_left_out"], figures[name]) == (None, 1, fmean(rewards[1:]))
+    assert [*map(len, samples)] == [5, 15]
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -184,10 +177,6 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
     assert Counter((sample["step"], sample["mode"]) for sample in samples) == {
         (step, mode): count * problems["held_out"] for step in (0, 3) for mode, count in answers.items()}
     assert len({tuple(s["response"] for s in samples if s["mode"] == mode) for mode in answers}) == 3  # two backends
-    last = rows(out)[-1]
-    for mode, name in (("sampled", "eval_reward"), ("trainer_alone", "eval_reward_trainer_alone")):
-        rewards = [sample["reward"] for sample in samples if (sample["step"], sample["mode"]) == (3, mode)]
-        assert last[name] == pytest.approx(fmean(reward for reward in rewards if reward is not None))
     assert {bool(sample["error"]) for sample in samples} == {s["response"][:1] > "3" for s in samples}
 
 
@@ -213,20 +202,14 @@ def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new
 
 # ------------------------------------------------------------------------------------------------ without a run
 def test_the_process_is_seeded_by_run_stream_and_step():
-    def drawn(*stream) -> tuple[float, float]:
+    for stream in ((0, "train", 1), (1, "train", 1), (0, "eval", 1), (0, "train", 2)):
         reseed(*stream)
-        return torch.rand(1).item(), numpy.random.rand()
-
-    first, again = ([drawn(*stream) for stream in product((0, 1), ("train", "eval"), range(5))] for _ in range(2))
-    assert first == again
-    assert all(len(set(values)) == 20 for values in zip(*first, strict=True))
-    reseed(0, "train", 1)
-    assert torch.initial_seed() == (seed := int(sha256(b"(0, 'train', 1)").hexdigest()[:12], 16))
-    assert numpy.random.get_state()[1][0] == seed % 2**32
+        assert torch.initial_seed() == (seed := int(sha256(repr(stream).encode()).hexdigest()[:12], 16))
+        assert numpy.random.get_state()[1][0] == seed % 2**32
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
     config, steps = config_of(steps=100, lr=1.0, lr_warmup_steps=4), (1, 4, 5, 50, 100)
-    constant = config_changed(config, lr_decay="none")
+    constant = replace(config, lr_decay="none")
     assert [config.lr_at(step) for step in steps] == pytest.approx([0.2, 0.8 * 0.97, 0.96, 0.51, 0.01])
     assert [constant.lr_at(step) for step in steps] == pytest.approx([0.2, 0.8, 1.0, 1.0, 1.0])

@@ -3,19 +3,19 @@
     python -m lab.study ladder --cells parity 'v1-*' --seeds 0 1 2 --out runs/ladder
     python -m lab.study ladder --print
 
-The first command runs each cell with each seed and writes a record (JSON). The second prints the
-table of a record in docs/records and runs nothing; the study of the record may be gone from
-lab/cells.py, which lists the cells.
+The first command runs each cell with each seed and writes a record (JSON) and a picture. The second
+prints the table of a record in docs/records and runs nothing; the study of the record may be gone
+from lab/cells.py, which lists the cells.
 
 Seeds are the outer loop, so the cells of a benchmark alternate. Each run is a process of its own,
 forked from one that has imported everything; on a GPU, whose state cannot be forked, it is a fresh
 process. A second call repeats what has not finished. All finished runs in OUT belong to the record:
 the call is refused if one of them has other options than this call would give it.
 
-The record is written after each run. With --minutes the call ends in time, its imports included: a
-run that exceeds its limit is killed with the processes that it has started. Runs of the study `gpu`
-that were killed or crashed count with the steps they have, and the table names them. Without a GPU
-it is a rehearsal, with tiny shapes.
+With --minutes the call ends in time, its imports included: a run that exceeds its limit is killed
+with the processes that it has started. The record of the study `gpu` is written after each run. Its
+runs that were killed or crashed count with the steps they have, and the table names them. Without a
+GPU it is a rehearsal, with tiny shapes.
 """
 
 import fnmatch
@@ -28,6 +28,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -39,11 +40,13 @@ from statistics import stdev
 from threading import Thread
 from typing import Any, Literal
 
+import numpy
+import psutil
 import torch
 import tyro
 
 import lab
-from lab.cells import METRICS, STUDIES, Cell, Metric
+from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
 from report.errors import (
@@ -67,7 +70,7 @@ RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESERVE = 5.0  # seconds of --minutes for killing the last run and printing the table
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
-IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine",
+IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
             "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
@@ -79,7 +82,7 @@ class Options:
     """What to run, or what to print."""
 
     study: tyro.conf.Positional[str]  # ladder, real, own, bench or gpu; with --print, a record.
-    out: str | None = None  # Folder of runs and record; if not given, runs/STUDY.
+    out: str | None = None  # Folder of runs, record and picture; if not given, runs/STUDY.
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
@@ -96,7 +99,7 @@ class Options:
     # Print the table of a record and run nothing; without a path, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
-    narrow: bool = False  # Means alone, under the names of the metrics.
+    narrow: bool = False  # Means alone, for a terminal; their picture is OUT/STUDY-means.png.
 
     def __post_init__(self):
         if self.print is None and self.study not in STUDIES:
@@ -107,14 +110,14 @@ class Options:
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names that `cells` selects. Raises: ValueError for a cell that is none of them."""
-        selected = set()
+        found = set()
         for pattern in self.cells:
             matching = fnmatch.filter(names, pattern)
             if not matching:
                 raise ValueError(f"cells must be names of cells or patterns, got {pattern}; there"
                                  f" are {', '.join(names)}")
-            selected.update(matching)
-        return [name for name in names if name in selected]
+            found.update(matching)
+        return [name for name in names if name in found]
 
 
 # ---------------------------------------------------------------------------------- runs
@@ -135,6 +138,17 @@ class Run:
     @property
     def finished(self) -> bool:
         return (self.folder / MARK).exists()
+
+    @property
+    def begun(self) -> bool:
+        return (self.folder / "config.json").exists()
+
+    def outcome(self, crashed: Errors) -> str:
+        """What has become of it; `crashed` has the errors of this call."""
+        if self.finished:  # the tests marked gpu have no figures, but their log ends with numbers
+            return "finished" if self.begun else f"finished: {last_line(self.folder)}"
+        earlier = "unfinished in an earlier call" if self.begun else "not started"
+        return crashed.get(self.folder.name, earlier)
 
     def origin(self, command: str) -> Record:
         """Its config.json, with its mark if it has finished."""
@@ -184,7 +198,7 @@ class Plan:
     def counted(self) -> dict[str, list[Run]]:
         """The runs in OUT that belong to the record, by cell: all that have finished.
 
-        Of a piecewise study also those that have begun.
+        Of a piecewise study also those that have begun. The tests marked gpu have no figures.
         Raises: ValueError if a finished run has other options than this call would give it.
         """
         counted = {}
@@ -229,14 +243,29 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
+def kill(pid: int) -> None:
+    """End a process and all that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def last_line(folder: Path) -> str:
+    """The last line of the log of a run."""
+    log = Path(f"{folder}.log").read_text(errors="replace")
+    return log.strip().rpartition("\n")[2][:200]
+
+
 def in_processes(
-    tasks: list[tuple], jobs: int, end: float, after: Callable[[Errors], None]
+    tasks: list[tuple], jobs: int, end: float, after: Callable[[str, Errors], None]
 ) -> Errors:
     """Call each (limit, function, folder, more arguments) in a process of its own.
 
     There are `jobs` at a time. A process is killed after its limit (seconds) and at the time `end`;
-    from then on none is started. `after` is called after each one, with the errors so far. Returns
-    the errors of those that failed.
+    from then on none is started. `after` is called with the name of each folder and the errors so
+    far. Returns the errors of those that failed.
     """
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -260,14 +289,12 @@ def in_processes(
         _, folder, process = running.pop(ended[0] if ended else first)
         cut = ""
         if not ended:
-            process.kill()  # the processes of its task end with it
+            kill(process.pid)
             cut = " at the time limit"
         process.join(RESERVE / 2)  # a call of a driver may block its end
         outcome = "finished"
         if process.exitcode != 0:
-            printed = Path(f"{folder}.log").read_text(errors="replace").strip()
-            last_line = printed.rpartition("\n")[2][:200]
-            failed[folder.name] = f"exit status {process.exitcode}{cut}: {last_line}"
+            failed[folder.name] = f"exit status {process.exitcode}{cut}: {last_line(folder)}"
             outcome = f"CRASHED, {failed[folder.name]}"
         done = len(tasks) - len(waiting) - len(running)
         minutes = (time.monotonic() - started) / 60
@@ -277,7 +304,7 @@ def in_processes(
         for line in Path(f"{folder}.log").read_text(errors="replace").splitlines():
             if "WITHOUT EFFECT" in line:
                 print(f"    {line}", flush=True)
-        after(failed)
+        after(folder.name, failed)
 
 
 def run_all(plan: Plan) -> Errors:
@@ -291,7 +318,7 @@ def run_all(plan: Plan) -> Errors:
         now = provenance(torch.device("cpu"))
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
     pending = [run for run in plan.chosen() if not run.finished]
-    pending.sort(key=lambda run: run.folder.exists())  # those that a limit has cut come last
+    pending.sort(key=lambda run: run.begun)  # those that a limit has cut already come last
     seconds = 60 * plan.options.minutes
     tasks = {}
     for run in pending:
@@ -301,7 +328,20 @@ def run_all(plan: Plan) -> Errors:
             tasks.setdefault(model, (limit, write_model, model, run.cell.model, config.seed))
         tasks[run.folder] = limit, execute, run.folder, run, origin
     end = lab.STARTED + seconds - RESERVE
-    return in_processes([*tasks.values()], jobs, end, partial(write_record, plan))
+    return in_processes([*tasks.values()], jobs, end, partial(note, plan))
+
+
+def note(plan: Plan, run: str, crashed: Errors) -> None:
+    """After each run of a piecewise study: the record so far, and the run's figures."""
+    if not plan.study.piecewise:
+        return
+    name = run.rpartition("-seed")[0]
+    cell = write_record(plan, crashed)["cells"].get(name)
+    if cell:
+        figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
+                   for each in cell["metrics"] if by_seed(cell, each)]
+        expected = f"expected: {plan.study.cells[name].expected}"
+        print("   ", "; ".join([*figures, expected]), flush=True)
 
 
 # ---------------------------------------------------------------------------------- the record
@@ -311,14 +351,20 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
     for name, runs in plan.counted().items():
         cell = plan.study.cells[name]
         tables = [read_rows(run.folder / "metrics.jsonl") for run in runs]
-        of_cell = [run.origin(plan.command) for run in runs]
-        origins += of_cell
+        found = [run.origin(plan.command) for run in runs]
+        origins += found
         cells[name] = {
-            "options": cell.options, "baseline": cell.baseline, "engine": of_cell[0]["audit"],
+            "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
             "seeds": [run.config.seed for run in runs],
-            "metrics": {metric: [METRICS[metric].measure(rows) for rows in tables]
-                        for metric in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
+            "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
+                        for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
+        if name in plan.study.drawn:
+            cells[name]["curves"] = {
+                each: [[row.get(each) for row in rows if row["step"]] for rows in tables]
+                for each in PANELS}
+    if not cells and not plan.study.piecewise:
+        sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
     for name in ("command", "device", "commit", "wide_products"):
         record[name] = distinct(origin.get(name) for origin in origins)
@@ -326,10 +372,23 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
     names = origins[0]["versions"] if origins else ()
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
                           for name in names}
+    if plan.study.piecewise:
+        record["outcomes"] = {
+            run.folder.name: f"{run.outcome(crashed)}; expected: {run.cell.expected}"
+            for run in plan.chosen()}
     workload = f"{plan.study.workload} {plan.rehearsal}".strip()
     record |= {"workload": workload, "cells": cells, "crashed": crashed}
-    replace_file(plan.record, json.dumps(record, indent=1))
+    replace_file(plan.record, one_line_a_cell(record))
     return record
+
+
+def one_line_a_cell(record: Record) -> str:
+    """JSON with a line for each field and each cell, and numbers of eight digits."""
+    short = json.loads(json.dumps(record), parse_float=lambda digits: float(f"{float(digits):.8g}"))
+    cells = [f"{json.dumps(name)}: {json.dumps(cell)}" for name, cell in short.pop("cells").items()]
+    fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in short.items()]
+    fields.append('"cells": {\n' + ",\n".join(cells) + "}")
+    return "{" + ",\n".join(fields) + "}\n"
 
 
 def distinct(values: Iterable[Any]) -> str:
@@ -356,19 +415,14 @@ def by_seed(cell: Record, name: str) -> Values:
     return {seed: value for seed, value in values if value is not None}
 
 
-def text_of(metric: Metric, ours: Values, theirs: Values, narrow: bool = False) -> str:
-    """`mean (smallest to largest); difference ± half of its interval`, empty if not measured.
-
-    `narrow`: the mean alone.
-    """
+def text_of(metric: Metric, ours: Values, theirs: Values) -> str:
+    """`mean (smallest to largest); difference ± half of its interval`, empty if not measured."""
     if not ours:
         return ""
     values, form = list(ours.values()), metric.form
     if isinstance(values[0], str):
         return " / ".join(dict.fromkeys(values))
     text = f"{mean(values):{form}}"
-    if narrow:
-        return text
     if len(values) > 1:
         text += f" ({min(values):{form}} to {max(values):{form}})"
     difference, half = paired(ours, theirs)
@@ -397,41 +451,91 @@ def described(name: str) -> Metric:
     return METRICS.get(name) or Metric(name, ".3g")
 
 
-def report(record: Record, options: Options, chosen: list[str]) -> str:
+def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     """Where the figures come from, and the table of the chosen cells.
 
-    Its columns are those of the options, if given; those without a figure are left out.
+    `metrics`: its columns, if given; those without a figure are left out.
     """
     cells = record["cells"]
-    measured = [each for each in options.metrics or usual_columns(record)
+    measured = [each for each in metrics or usual_columns(record)
                 if any(by_seed(cells[name], each) for name in chosen)]
-    titles = measured if options.narrow else [described(each).title for each in measured]
-    rows = [["cell", "seeds", "baseline", *titles]]
+    rows = [["cell", "seeds", "baseline", *(described(each).title for each in measured)]]
     for name in chosen:
         cell = cells[name]
         base = cell["baseline"]
         if base == name or base not in cells:
             base = ""
-        row = [name, str(len(cell["seeds"])), base]
-        for metric in measured:
-            theirs = by_seed(cells[base], metric) if base else {}
-            row.append(text_of(described(metric), by_seed(cell, metric), theirs, options.narrow))
-        rows.append(row)
+        theirs = cells.get(base, {"seeds": [], "metrics": {}})
+        texts = [text_of(described(each), by_seed(cell, each), by_seed(theirs, each))
+                 for each in measured]
+        rows.append([name, str(len(cell["seeds"])), base, *texts])
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
     wide = record.get("wide_products")  # of lab.products
     products = f" (products of {wide} in float32, rounded)" if wide else ""
-    caption = "Mean over the seeds."
-    if not options.narrow:
-        caption = ("Mean (smallest to largest) over the seeds; the mean difference to the baseline"
-                   " at equal seeds ± half of its 95 % interval.")
     text = (
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
-        f" {record['commit']}{changed}.\n\n{caption}\n\n{markdown(rows)}"
+        f" {record['commit']}{changed}.\n\n"
+        "Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
+        f" seeds ± half of its 95 % interval.\n\n{markdown(rows)}"
     )
-    title = "outcomes" if "outcomes" in record else "crashed"  # outcomes: of older records
+    title = "outcomes" if "outcomes" in record else "crashed"
     listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
     return f"{text}\n\n**{title.capitalize()}**\n{listed}" if listed else text
+
+
+def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
+    """The means over the seeds, by the names of the metrics, in aligned columns."""
+    metrics = metrics or tuple(usual_columns(record))
+    rows = [["", *metrics]]
+    for name in chosen:
+        found = [by_seed(record["cells"][name], each) for each in metrics]
+        rows.append([name, *(text_of(described(each), values, {}).partition(" (")[0]
+                             for each, values in zip(metrics, found, strict=True))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+             for first, *others in rows]
+    return "\n".join([*lines, *(f"{run} CRASHED: {why}" for run, why in record["crashed"].items())])
+
+
+# ---------------------------------------------------------------------------------- the picture
+def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path: Path) -> None:
+    """A bar for each cell: mean and range over the seeds of each metric that is a number."""
+    from matplotlib.figure import Figure
+
+    numbers = [each for each in metrics if METRICS[each].form]
+    if not numbers:
+        return
+    figure = Figure(figsize=(4 * len(numbers) + 2, 0.4 * len(chosen) + 1), layout="constrained")
+    axes = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
+    for axis, name in zip(axes, numbers, strict=True):
+        for row, cell in enumerate(chosen):
+            values = list(by_seed(record["cells"][cell], name).values())
+            if values:
+                axis.barh(row, mean(values), color="C0")
+                axis.plot([min(values), max(values)], [row, row], color="black")
+        axis.set(title=METRICS[name].title, yticks=range(len(chosen)), yticklabels=chosen)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+
+
+def draw(curves: Record, path: Path) -> None:
+    """The curves of each cell by field: mean and range over the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 8), layout="constrained")
+    for axis, (field, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+        for name, fields in curves.items():
+            values = numpy.array(fields[field], dtype=float)  # (seeds, steps), NaN for None
+            measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
+            values = values[:, measured]
+            axis.plot(measured + 1, values.mean(axis=0), label=name)
+            axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
+        axis.set(title=title, xlabel="step")
+        axis.legend(fontsize=8)
+        if title.endswith("(log)"):
+            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
+    figure.savefig(path, dpi=110)
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -446,15 +550,26 @@ def main(arguments: list[str] | None = None) -> int:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])
             with stage(f"reading the record {path}"):
                 record = read_json(path)
-                print(report(record, options, options.chosen(record["cells"])))
+                cells = record["cells"]
+                shown = means if options.narrow else report
+            print(shown(record, options.metrics, options.chosen(cells)))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         if plan.rehearsal:
             print("no GPU: a rehearsal on a CPU, with tiny shapes", flush=True)
         with locked(str(plan.out)):
             record = write_record(plan, run_all(plan))
+            curves = {name: cell["curves"] for name, cell in record["cells"].items()
+                      if "curves" in cell}
+            if curves:
+                draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    print(f"\n{report(record, options, chosen)}\n\nwritten to {plan.record}")
+    table = report(record, options.metrics, chosen)
+    if options.narrow:
+        table = means(record, options.metrics, chosen)
+        draw_means(record, options.metrics or plan.study.metrics, chosen,
+                   plan.out / f"{options.study}-means.png")
+    print(f"\n{table}\n\nwritten to {plan.record}")
     return 1 if record["crashed"] else 0
 
 

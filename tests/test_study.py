@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from helpers import ROOT, forked, read_json, refusal
 
-from lab.cells import METRICS, STUDIES
+from lab.cells import ALONE, METRICS, RUNGS, STUDIES
 from lab.products import widen
-from lab.study import MARK, RECORDS, Options, Plan, by_seed, main, paired, text_of
+from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, main, paired, text_of
+from train import Config
 
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
          {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]  # fmt: skip
@@ -58,13 +60,23 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"transformers": [1, 4], "parity": [0, 1]}
     metrics = record["cells"]["parity"]["metrics"]
     assert (metrics["reward"], metrics["eval_trainer_alone"]) == ([0.25, 0.25], [None, None])
+    assert record["cells"]["parity"]["curves"]["reward"] == [[0.25], [0.25]]
     assert [record[name] for name in ("command", "commit", "crashed")] == [
         "study of transformers, study of parity", "of the study", {}]
     assert "| parity | 2 | transformers | 0.25 (0.25 to 0.25); +0.00 |" in table
     assert "held out, trainer alone" not in table
     assert "\n| transformers |" not in table  # it was not asked for
-    assert main([*words, "--narrow"]) == 0
-    assert "\n| parity | 2 | transformers | 0.25 | 3 |\n" in capsys.readouterr().out
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
+
+
+def test_the_narrow_table_has_the_means_and_their_picture(tmp_path, capsys):
+    write_run(tmp_path, "parity-recompute", 0)  # its curves are not drawn
+    words = ["ladder", "--out", str(tmp_path), "--cells", "parity-recompute", "--seeds", "0"]
+    assert main([*words, "--narrow", "--metrics", "reward", "eval_trainer_alone", "tokens_s"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["                  reward  eval_trainer_alone  tokens_s",
+                          "parity-recompute    0.25                             3"]  # fmt: skip
+    assert (tmp_path / "ladder-means.png").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize("words, complaint", [
@@ -90,18 +102,37 @@ def test_each_cell_differs_from_its_baseline_and_train_accepts_every_option(name
             parsed |= words
 
 
+def test_ones_own_ablation_begins_from_the_defaults_of_train(tmp_path):
+    run = Plan(Options("own", out=str(tmp_path), train_args="--model M --lr 1e-6")).run("v1-defaults", 0)
+    off = dict.fromkeys(run.config.parity.off(), False)
+    changed = {"model": "M", "lr": 1e-6, "out": str(run.folder), "parity": Config().flat()["parity"] | off}
+    assert run.config.flat() == Config().flat() | changed
+    assert len(off) == 4
+
+
+def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
+    switched_off = [set(words.split()) for words in RUNGS.values()]
+    assert [len(flags) for flags in switched_off] == [4, 3, 2, 1, 0]
+    assert all(fewer < more for more, fewer in pairwise(switched_off))
+    assert switched_off[0] == set(ALONE.values())
+
+
 # ------------------------------------------------------------------------------------------------ the table
 def test_a_paired_difference_has_the_interval_of_students_t():
     ours, theirs = {0: 1.0, 1: 3.0, 2: 5.0, 9: 100.0}, {0: 0.0, 1: 1.0, 2: 2.0, 8: -100.0}
     assert paired(ours, theirs) == (2.0, pytest.approx(4.303 / sqrt(3)))  # of 1, 2 and 3
     assert paired({0: 3.0}, theirs) == (3.0, None)
     assert paired({7: 3.0}, theirs) == (None, None)
+    many = {seed: float(seed % 2) for seed in range(30)}
+    assert paired(many, dict.fromkeys(many, 0.0))[1] == pytest.approx(2.262 * sqrt(0.25 * 30 / 29) / sqrt(30))
     assert text_of(METRICS["reward"], ours, theirs) == "27.25 (1.00 to 100.00); +2.00 ± 2.48"
 
 
 def test_metrics_skip_steps_without_a_value():
     rewards = [{"reward": float(step)} for step in range(10)]
     assert METRICS["reward"].measure(rewards) == 7.0  # of steps 5 to 9
+    assert METRICS["mismatch_max"].measure([{"mismatch_max": 1.0}, {}, {"mismatch_max": 3.0}]) == 3.0
+    assert METRICS["eval_trainer_alone"].measure(rewards) is None
     assert METRICS["tokens_s"].measure(STEPS) == 3.0
     times = [{"update_s": 9.0, "bare_update_s": 1.0}] * 2 + [{"update_s": 4.0, "bare_update_s": 2.0}, {}]
     assert (METRICS["update_s"].measure(times), METRICS["update_bare"].measure(times)) == (4.0, 2.0)
@@ -114,12 +145,13 @@ STORED = sorted(path for path in RECORDS.glob("*.json") if "study" in read_json(
 def test_a_stored_record_is_printed_whole(path, capsys):
     """Also if its study is gone; then with the columns that it has."""
     record = read_json(path)
-    assert main([path.stem, "--print", "--narrow"]) == 0
+    assert main([path.stem, "--print"]) == 0
     printed = capsys.readouterr().out
     for name, cell in record["cells"].items():
         assert f"| {name} | {len(cell['seeds'])} | " in printed
         if record["study"] not in STUDIES:
-            assert [each for each in cell["metrics"] if by_seed(cell, each) and f"| {each} |" not in printed] == []
+            measured = [described(each).title for each in cell["metrics"] if by_seed(cell, each)]
+            assert [title for title in measured if f"| {title} |" not in printed] == []
 
 
 # ------------------------------------------------------------------------------------------------ real runs
@@ -163,14 +195,17 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
 
 # ---------------------------------------------------------------------------------------------------- 16-bit products
 def check_products() -> None:
-    left, right = torch.randn(5, 7, 300).bfloat16(), torch.randn(5, 300, 9).bfloat16()
-    layer = torch.nn.Linear(300, 9).bfloat16()
+    single, left = torch.randn(5, 300), torch.randn(5, 7, 300).bfloat16()
+    right, layer = torch.randn(5, 300, 9).bfloat16().requires_grad_(), torch.nn.Linear(300, 9).bfloat16()
+    before = single @ single.T
     widen("bfloat16")
-    assert torch.equal(left @ right, (left.float() @ right.float()).bfloat16())
+    assert torch.equal(single @ single.T, before)
+    for one, other in (left, right), (left[0], right[0]):
+        assert torch.equal(one @ other, (one.float() @ other.float()).bfloat16())
     wide = torch.addmm(layer.bias.float(), left[0].float(), layer.weight.float().T)
     assert torch.equal(layer(left[0]), wide.bfloat16())
-    layer(left[0]).sum().backward()
-    assert torch.equal(layer.weight.grad[0], left[0].float().sum(dim=0).bfloat16())
+    (left[0] @ right[0]).sum().backward()
+    assert torch.equal(right.grad[0, :, 0], left[0].float().sum(dim=0).bfloat16())
 
 
 def test_widened_products_are_those_of_float32_rounded_once():

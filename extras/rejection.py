@@ -5,12 +5,12 @@ docs/objectives.md has the sources of the rules, and which published corrections
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from objectives import OBJECTIVES, kl_k3, row_ratio, token_ratio
+from objectives import MAX_LOG_WEIGHT, OBJECTIVES, kl_k3, row_ratio, token_ratio
 from report.errors import LARGEST, SMALLEST, within
 
 ENDINGS = {"rejected_frac": " | {rejected_frac:.1%} of tokens rejected"}
@@ -112,11 +112,14 @@ def check(config: Any, options: Options) -> None:
                              " they do nothing), got off")
         return
     low, high = rule.bounds
-    is_divergence = REJECTIONS[options.reject].bounds[0] == -inf
-    if not low <= (0.0 if is_divergence else 1.0) <= high:
+    usual, neutral = REJECTIONS[options.reject].bounds, 1.0
+    largest = exp(MAX_LOG_WEIGHT)  # of a ratio
+    if usual[0] == -inf:  # of a divergence
+        neutral, largest = 0.0, 1.0 if options.reject == "binary_tv" else inf
+    if not low <= neutral <= high or (low <= 1 / largest and high >= largest):
         raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
-                         f" ratio is 1, its divergence 0), got {options.reject_low} and"
-                         f" {options.reject_high} with {options.reject}")
+                         " ratio is 1, its divergence 0) and reject one of 80 nats, got"
+                         f" {options.reject_low} and {options.reject_high} with {options.reject}")
     normalizer = OBJECTIVES[config.objective].normalizer
     changes_no_mean = normalizer == "constant" or (normalizer == "sequence" and rule.whole_rows)
     if options.reject_mean and changes_no_mean and not config.kl_coef:

@@ -24,6 +24,8 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --tis-cap 5 => tis_cap needs tis (without it there is no weight), got 5.0; try --tis token
 --reject-high 3 => reject_mean need reject
 --reject token --reject-high 0.9 => must keep a token without a mismatch
+--reject token --reject-low 1e-30 --reject-high 1e30 => and reject one of 80 nats
+--reject binary_tv --reject-high 1 => and reject one of 80 nats
 --objective dr_grpo --reject token --reject-mean kept => reject_mean must not be given with dr_grpo and reject
 --objective gspo --reject geometric --reject-mean kept => reject_mean must not be given with gspo and reject
 --lora-alpha 8 => lora_forward need lora_rank

@@ -106,7 +106,8 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
 def test_each_option_exists():
     """In a command or in the text: in the help of a program of ours, or in the source of one that needs vLLM."""
     helps = [tyro.extras.get_parser(kind).format_help() for kind in (*PROGRAMS.values(), *PROBE.values())]
-    sources = [file.read_text().replace("_", "-") for file in (ROOT / "grpo.py", *ROOT.glob("examples/*.py"), *ROOT.glob("examples/forks/*"))]
+    files = ROOT / "grpo.py", *ROOT.glob("examples/*.py"), *ROOT.glob("examples/forks/*")
+    sources = [file.read_text().replace("_", "-") for file in files]
     known = set(re.findall(r"[a-z][\w.-]*", " ".join(helps + sources)))
     for page in PAGES:
         flags = set(re.findall(r"--(?:no-)?([a-z][\w.-]*\w)", read(page)))

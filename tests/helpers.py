@@ -227,13 +227,9 @@ def at(policy: Policy, temperature: float) -> Policy:
     return policy.changed(head=replace(policy.head, temperature=temperature))
 
 
-def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
-    batch = scored(policy, rollouts, temperature)
-    return of_mismatch(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-
-
 def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
-    return mismatch_of(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
+    batch = scored(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
+    return of_mismatch(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def test_without_processed_logprobs_only_temperature_1_agrees(engine_folder):
         assert floors(policy, engine, Sampling(1.0, 12, (2,))) < AT_PARITY
 
 
-def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_live_change(engine_folder):
+def test_an_fp32_head_on_both_sides_is_closer_than_on_one(engine_folder):
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
         model.model.embed_tokens.weight[:, 0] = 4.0
@@ -83,10 +83,6 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
         check_settings(engine)
         both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]
         assert both < 0.5 * one
-        engine.vllm_model.logits_processor.head_dtype = None  # the configuration still says float32
-        with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
-            verify.audit(engine)
-        engine.close()
     with started(engine_folder, coarse, ParityFlags(fp32_head=False)) as engine:
         check_settings(engine, head_dtype="bfloat16")
 
@@ -178,7 +174,6 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
         assert canary.length(engine) == BLOCK + 1
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for seed in range(2):
-            assert floors(policy, engine, prompts=prompts) < AT_PARITY
             rollouts = [engine.submit(prompt, 4, endless, 50 * seed + number) for number, prompt in enumerate(prompts)]
             free = pool.get_num_free_blocks()
             engine.step()  # half of them run, the others wait

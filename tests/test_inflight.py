@@ -1,11 +1,9 @@
 """Groups in flight over weight updates and evaluations: none is lost or used twice, and each fix does to the KV cache
 what it says."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from itertools import count, islice
 
 import pytest
 import torch
@@ -30,7 +28,6 @@ from transformers import DynamicCache
 
 from engine_adapter import ParityFlags, Sampling
 from extras.inflight import Group, GroupsInFlight
-from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from tasks import Problem, Task, exact_match
 from verify import canary
@@ -49,14 +46,9 @@ def named(value) -> str:
 
 
 @contextmanager
-def backend(kind: str, engine_folder, parity: ParityFlags = KEEP, room: int = 64, **options):
-    """A live policy and an engine of either kind that holds its weights and accepts groups for `room` rollouts."""
+def backend(engine_folder, parity: ParityFlags = KEEP, room: int = 64, **options):
+    """A live policy and an engine that holds its weights and accepts groups for `room` rollouts."""
     policy = Policy(qwen2(tied=False))
-    if kind == "transformers":
-        engine = TransformersEngine(policy, room)
-        engine.load(policy.weights(), policy.response_logprobs)
-        yield policy, engine
-        return
     with started(engine_folder, policy, parity, in_flight=True, **options) as engine:
         engine.counters = dict.fromkeys(engine.counters, 0)  # of an earlier test
         usual, engine.max_num_seqs = engine.max_num_seqs, room
@@ -70,10 +62,9 @@ def in_flight(engine, group_size: int, sampling: Sampling, max_staleness: int) -
                           max_staleness=max_staleness)
 
 
-def numbered_groups() -> Iterator[Group]:
-    """Groups with consecutive numbers, as their questions."""
-    for number in count():
-        yield Group(Problem(str(number), "0", "test", [12 + number % 80] * (3 + number % 7)))
+def numbered(number: int) -> Group:
+    """A group whose question is its number."""
+    return Group(Problem(str(number), "0", "test", [12 + number % 80] * (3 + number % 7)))
 
 
 def questions(groups) -> list[int]:
@@ -81,53 +72,41 @@ def questions(groups) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------ groups
-def vllm(parity: ParityFlags, room: int, **changes):
-    return pytest.param("vllm", replace(parity, **changes), room, marks=pytest.mark.engine)
-
-
-@pytest.mark.parametrize("kind, parity, room", [
-    ("transformers", KEEP, 4), vllm(RECOMPUTE, 4), vllm(ABORT, 64),
-    vllm(KEEP, 4, uncached_runtime=False),  # asynchronous scheduling
-], ids=named)  # fmt: skip
-def test_every_group_is_trained_on_once_or_in_flight(engine_folder, kind, parity, room):
+@pytest.mark.engine
+@pytest.mark.parametrize("parity, room", [  # the last one has asynchronous scheduling
+    (RECOMPUTE, 4), (ABORT, 64), (ParityFlags(uncached_runtime=False), 4)], ids=named)  # fmt: skip
+def test_every_group_is_trained_on_once_or_in_flight(engine_folder, parity, room):
     """None becomes too old: without the wait for groups that are due, `after_update` stops this run."""
-    taken, spans, groups_of = [], 0, numbered_groups()
-    with backend(kind, engine_folder, parity, room) as (policy, engine):
+    taken, submitted = [], 0
+    with backend(engine_folder, parity, room) as (policy, engine):
         flight = in_flight(engine, 3, LONG_TAIL, max_staleness=1)
         for step in range(8):
-            flight.groups += islice(groups_of, 4 + 3 - len(flight.groups))
-            submitted = max(questions(taken + flight.groups)) + 1
-            groups = flight.take(4)
-            assert questions(groups) == sorted(questions(groups))
-            newest = max(questions(groups))
-            assert not any(group.complete and number < newest for group, number in
-                           zip(flight.groups, questions(flight.groups), strict=True))  # fmt: skip
-            taken += groups
-            spans += sum(len(set(r.versions)) > 1 for group in groups for r in group.rollouts)
+            waiting, submitted = submitted, submitted + 4 + 3 - len(flight.groups)
+            flight.groups += map(numbered, range(waiting, submitted))
+            taken += flight.take(4)
+            newest = questions(taken)[-4:]
+            assert newest == sorted(newest)
+            assert min(questions(group for group in flight.groups if group.complete), default=999) > newest[-1]
             move_and_load(policy, engine, seed=step)
             assert flight.after_update()["groups_in_flight"] == len(flight.groups)
-            left = questions(flight.groups)
-            assert submitted == len(taken) + len(left)
-            assert not set(left) & set(questions(taken))
-            unfinished = [each for group in flight.groups for each in group.rollouts if each.finish_reason is None]
-            assert engine.num_unfinished == len(unfinished)
-            assert all(engine.weight_version - v <= 1 for g in flight.groups for r in g.rollouts for v in r.versions)
-    assert len(set(questions(taken))) == len(taken) == 32
+            assert sorted(questions(taken + flight.groups)) == [*range(submitted)]
+            assert engine.num_unfinished == sum(
+                not rollout.finish_reason for group in flight.groups for rollout in group.rollouts)
+    assert len(taken) == 32
+    assert any(len({*rollout.versions}) > 1 for group in taken for rollout in group.rollouts) == (parity != ABORT)
     for group in taken:
         for rollout in group.rollouts:
             assert rollout.finish_reason in ("stop", "length")
             assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions) > 0
             assert rollout.versions == sorted(rollout.versions)
             assert rollout.prompt_ids == group.problem.prompt_ids
-    whole = kind == "transformers" or parity.inflight_update == "abort"  # the first samples a rollout in one call
-    assert (spans == 0) == whole
 
 
 @pytest.mark.engine
 def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folder):
-    with backend("vllm", engine_folder, room=8) as (policy, engine):
+    with backend(engine_folder, room=8) as (policy, engine):
         flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
-        flight.groups += islice(numbered_groups(), 9)
+        flight.groups += map(numbered, range(9))
         flight.task.train.extend(group.problem for group in flight.groups)
         flight.take(3)
         move_and_load(policy, engine)
@@ -193,7 +172,7 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
     in_chunks = dict(enable_chunked_prefill=True, max_num_batched_tokens=128)
     monkeypatch.setattr(canary, "length", lambda _: canary.PROMPT_TOKENS)  # a CPU splits no seeded prompt
-    with backend("vllm", engine_folder, seed=1, further=in_chunks) as (policy, engine):
+    with backend(engine_folder, seed=1, further=in_chunks) as (policy, engine):
         flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=1)
         flight.groups = [group := Group(Problem("0", "0", "test", HALF))]
         flight._fill()
@@ -213,7 +192,7 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
 @pytest.mark.engine
 def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(engine_folder):
     """The small cache holds about half of the running rollouts, so vLLM preempts some."""
-    with backend("vllm", engine_folder, block_size=32, kv_cache_gib=0.0006) as (policy, engine):
+    with backend(engine_folder, block_size=32, kv_cache_gib=0.0006) as (policy, engine):
         prompts = [[5, 6, 7 + number] for number in range(8)]
         rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, ENDLESS, n)]
         kept, lost = [], 0  # a cache is lost once, however often it is looked at
@@ -279,8 +258,9 @@ def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is
 def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engine_folder, monkeypatch):
     """As with model runner V2, which a GPU has. A scheduler that gave all places away would find none free there."""
     monkeypatch.setattr("extras.inflight.keeps_places", lambda runner: True)
-    with started(engine_folder, Policy(qwen2(tied=False)), in_flight=True, max_num_seqs=8) as engine:
-        engine.submit([5, 6, 7], 10, Sampling(1.0, 60), 0)
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folder, policy, in_flight=True, max_num_seqs=8) as engine:
+        held = engine.submit([5, 6, 7], 10, Sampling(1.0, 60), 0)
         engine.step()
         with engine.holding():
             others = engine.submit([9, 9], 4, Sampling(1.0, 5), 1)
@@ -293,3 +273,6 @@ def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engi
         engine.step()
         with pytest.raises(EngineStateError, match="or no place, for an evaluation"), engine.holding():
             raise AssertionError("not reached")
+        while engine.num_unfinished:
+            engine.step()
+        assert floors_of(policy, held, 1.0) < AT_PARITY

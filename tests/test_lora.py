@@ -14,9 +14,8 @@ from engine_adapter import Rollout
 from extras.lora import Adapters, Options
 from report.files import save_policy
 from rl import Policy, make_batch
-from train import Trainer, train_step
+from train import train_step
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
 logprobs = lambda policy: at(policy, 0.7).score(BATCH)["logprobs"]  # noqa: E731
 
@@ -34,7 +33,7 @@ def grow(policy: Policy) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ identities
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("forward", ["merged", "added"])
 def test_adapters_at_their_start_are_the_base_bit_by_bit_also_as_kl_reference(dtype, forward):
     expected = logprobs(Policy(qwen2(tied=False, dtype=dtype)))
@@ -73,12 +72,10 @@ def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradien
 
 # ------------------------------------------------------------------------------------------------ a run
 def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_model(good, tmp_path):
-    def begun(out: str) -> Trainer:
-        return built(good, tmp_path / out, task=str(good / "task.py"), lora_rank=4, dtype="float16", kl_coef=0.1,
-                     gradient_checkpointing=True, max_new_tokens=4, lr=1e-2, group_size=8, num_minibatches=1,
-                     temperature=2.0)  # fmt: skip
-
-    whole, resumed = begun("whole"), begun("resumed")
+    whole, resumed = (
+        built(good, tmp_path / out, task=str(good / "task.py"), lora_rank=4, dtype="float16", kl_coef=0.1,
+              gradient_checkpointing=True, max_new_tokens=4, lr=1e-2, group_size=8, num_minibatches=1, temperature=2.0)
+        for out in ("whole", "resumed"))  # fmt: skip
     train_step(whole, 1)
     saved = deepcopy(whole.state_dict())
     assert all(".lora_" in name for name in saved["policy"])

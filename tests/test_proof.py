@@ -37,8 +37,8 @@ def copied(policy: Policy) -> dict[str, torch.Tensor]:
 @contextmanager
 def sending(engine, sent: dict[str, torch.Tensor]):
     """While it is open, a load transfers these tensors in place of the trainer's."""
-    transfer, held = engine._transfer, {name: tensor.clone() for name, tensor in sent.items()}
-    engine._transfer = lambda weights: transfer(dict(weights) | held)
+    transfer = engine._transfer
+    engine._transfer = lambda weights: transfer(dict(weights) | sent)
     yield
     engine._transfer = transfer
 

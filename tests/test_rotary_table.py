@@ -12,7 +12,6 @@ from engine_adapter import Rollout, Sampling
 from extras.prompts_once import prompts_once
 from extras.rotary_table import give_one_table, with_one_table
 from extras.transformers_engine import TransformersEngine
-from probe.replay import Replay
 from probe.traces import Trace
 from rl import Policy, make_batch, row_by_row
 from verify.decode import decoded_body
@@ -51,16 +50,14 @@ def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, ro
     rollouts = [each for size in (4, 40, 12, 13, 14) for each in engine.generate([[5, 6, 0]], 1, Sampling(1.0, size))]
     batch = make_batch(rollouts)
     batch, response = replace(batch, mask=batch.mask.double()), batch.mask > 0
-    replay = Replay(policy, Trace("", rollouts, Sampling(1.0, 1)))
     with torch.no_grad():
-        alone = torch.cat([oracle(torch.tensor([row.prompt_ids + row.token_ids])).logits[0, 2:-1] for row in rollouts])
+        logits = torch.cat([oracle(torch.tensor([row.prompt_ids + row.token_ids])).logits[0, 2:-1] for row in rollouts])
         found = {body.__name__: policy.changed(body=body).score(batch)["logprobs"][response]
                  for body in (row_by_row, prompts_once, decoded_body)}  # fmt: skip
-        logits = policy.head.logits(replay.hidden(dict(model.named_parameters()), block=2))
-    of_targets = lambda each: each.log_softmax(dim=-1).gather(1, replay.targets[:, None])[:, 0]  # noqa: E731
-    found |= {"replay": of_targets(logits), "sampled": batch.behavior_logprobs[response].double()}
+    alone = logits.log_softmax(dim=-1).gather(1, batch.targets[response][:, None])[:, 0]
+    found["sampled"] = batch.behavior_logprobs[response].double()
     for body, logprobs in found.items():
-        torch.testing.assert_close(logprobs, of_targets(alone), atol=1e-5, rtol=0, msg=body)
+        torch.testing.assert_close(logprobs, alone, atol=1e-5, rtol=0, msg=body)
 
 
 def test_a_run_has_the_table_of_its_longest_row_and_a_trace_that_of_its_engine(good, tmp_path):

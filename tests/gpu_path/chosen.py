@@ -5,7 +5,7 @@ it was planted once. `make test-gpu-path` runs all but CANNOT.
 """
 
 PART = {
-    "test_runner_v2.py": "V2 alone; a temperature that is applied twice, a held request whose place is given away",
+    "test_runner_v2.py": "V2 alone; a temperature that is applied twice",
     # The sampler: vLLM has two, with different kernels.
     "test_engine_adapter.py::test_without_processed_logprobs": "which logits V2 reads; a mode that is ignored",
     "test_engine_adapter.py::test_an_fp32_head": "V2's copy to float32; logits rounded to bfloat16 before it",
@@ -18,13 +18,13 @@ PART = {
     "test_engine_adapter.py::test_a_versioned_prefix_cache": "V2's table of blocks; blocks of an earlier request",
     "test_planted.py::test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass[blocks of": "V2; an old key",
     # Requests over a load.
-    "test_inflight.py::test_every_group_is_trained_on_once_or_in_flight[vllm-keep-4":
+    "test_inflight.py::test_every_group_is_trained_on_once_or_in_flight[keep-4":
         "V1's async scheduling with V2; blocks of an earlier request",
+    "test_inflight.py::test_where_held_requests": "V2's places; one that is given away while its request is held",
     "test_inflight.py::test_an_update_keeps_recomputes_or_aborts_what_was_computed[Qwen2":
         "V2's request states; last tokens exchanged between requests",
     "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[recompute]":
         "V2's request states over a sleep; last tokens exchanged",
-    "test_sleep.py::test_with_kept_requests": "V2's request states over a load; last tokens exchanged",
     # The rest.
     "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[raw+prefix]":
         "the probe on V2; a temperature that is not applied",

@@ -13,7 +13,8 @@ import pytest
 from helpers import ROOT
 
 import extras
-from train import Config
+from extras import transformers_engine
+from train import Config, Core
 
 CORE = ("train", "rl", "objectives", "engine_adapter")
 OPTIONS = {name: {option.name for option in fields(file.Options)} if hasattr(file, "Options") else set()
@@ -103,3 +104,17 @@ def test_the_option_of_the_page_is_one_file_and_one_line(tmp_path):
     lines = done.stdout.splitlines()
     before = lines[: next(place for place, line in enumerate(lines) if line.startswith("step   1/1"))]
     assert done.returncode == 0 and all(line.isdigit() for line in before[-3:-1])
+
+
+def test_a_rule_about_another_option_names_one_that_exists_and_no_group_has_the_name_of_an_option():
+    """Without the file of an option its name is not given, so a misspelt name would be a rule that never acts."""
+    known, named = {*Config().flat()}, set()
+    for file in [*ROOT.glob("extras/*.py"), *ROOT.glob("lab/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else (
+                [node.left, node.right] if isinstance(node, ast.BinOp) else [])  # fmt: skip
+            if any(isinstance(side, ast.Attribute) and side.attr == "given" for side in sides):
+                named |= {leaf.value for side in sides for leaf in ast.walk(side) if isinstance(leaf, ast.Constant)}
+    assert {"engine", "lora_rank", "inflight_groups"} <= named <= known
+    assert known >= transformers_engine.OF_VLLM
+    assert not {option.name for option in fields(Core)} & {*OPTIONS}

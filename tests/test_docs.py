@@ -75,20 +75,16 @@ def test_each_test_that_the_table_of_faults_names_exists():
     assert [name for name in named if not defines(name.rpartition("::")[2], ROOT / name.partition("::")[0])] == []
 
 
-def commands(page: Path) -> list[str]:
+@each_page
+def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
     """Of code blocks and of the text, in one line each, without interpreter and comment."""
     text = read(page)
     blocks = "\n".join(CODE.findall(text)).replace("\\\n", " ")
-    lines = [re.sub(r"\s{2,}#.*", "", line) for line in blocks.splitlines()]
-    lines += re.findall(r"`([^`]+)`", CODE.sub("", text))
-    found = [line.strip() for line in lines if re.match(r" *(\S*python3? (?!3)|make |train\.py -)", line)]
-    return [re.sub(r"^\S*python3? ", "", line) for line in found]
-
-
-@each_page
-def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
-    for command in commands(page):
-        program, *words = shlex.split(re.sub(r"\bS\b", "0", command))
+    lines = re.sub(r"\s{2,}#.*", "", blocks).splitlines() + re.findall(r"`([^`]+)`", CODE.sub("", text))
+    for command in lines:
+        if not re.match(r" *(\S*python3? (?!3)|make |train\.py -)", command):
+            continue
+        program, *words = shlex.split(re.sub(r"^ *\S*python3? ", "", re.sub(r"\bS\b", "0", command)))
         if program == "-m":
             program, *words = words
         name = program.removesuffix(".py")

@@ -174,22 +174,18 @@ PLACE_OF_4 = os.environ.get("TRANSFORMERS_4")
 WITH_4 = pytest.mark.skipif(not PLACE_OF_4, reason="TRANSFORMERS_4 names no folder with transformers 4 (README.md)")
 
 
-def read(folders: list[str], texts: list[str], to: str) -> None:
-    """What a version of transformers computes, in a process of its own."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
-
-    seen = {"version": __version__}
-    for folder in folders:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        seen[folder] = outputs(model, tokenizer, texts)
-    torch.save(seen, to)
+# What a version of transformers computes, in a process of its own: the source of `outputs`, folders, texts, a file.
+READ = """import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
+{}
+seen = dict(version=__version__)
+for folder in {}:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    seen[folder] = outputs(model, AutoTokenizer.from_pretrained(folder), {})
+torch.save(seen, {!r})"""
 
 
 def outputs(model, tokenizer, texts: list[str]) -> tuple:
-    import torch
-
     ids = [tokenizer(text)["input_ids"] for text in texts]
     with torch.no_grad():
         logits = model(input_ids=torch.arange(90)[None], use_cache=False).logits
@@ -207,8 +203,7 @@ def test_an_exported_folder_has_the_same_logits_and_tokens_in_both_versions(vers
         add_old_names(tmp_path / name, tokenizer)
         written[str(tmp_path / name)] = outputs(model, tokenizer, TEXTS)
         assert '"torch_dtype"' in (tmp_path / name / "config.json").read_text()
-    functions = "\n".join(map(inspect.getsource, (outputs, read)))
-    script = f"{functions}\nread({[*written]}, {TEXTS}, {str(tmp_path / 'seen.pt')!r})"
+    script = READ.format(inspect.getsource(outputs), [*written], TEXTS, str(tmp_path / "seen.pt"))
     place = {"PYTHONPATH": PLACE_OF_4} if version == "4" else {}
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | place, cwd=tmp_path)
     seen = torch.load(tmp_path / "seen.pt")

@@ -205,14 +205,10 @@ def test_each_problem_comes_once_in_a_pass_in_a_new_order_and_none_twice_in_a_st
     assert {len({*each}) for each in passes} == {10}
 
 
-@pytest.mark.parametrize("problems", [
-    'def problems(): return [("%d + 1?" % n, str(n + 1), "even" if n % 2 == 0 else "") for n in range(40)]',
-    'problems = [{"question": "%d + 1?" % n, "target": n} for n in range(40)]',
-])  # fmt: skip
-def test_a_task_file_can_list_its_problems(loaded, problems, capsys):
-    task = loaded(f'{problems}\ndef reward(problem, response): return problem.row["question"] == problem.question')
+def test_a_task_file_can_list_its_problems(loaded, capsys):
+    task = loaded("""
+def problems(): return [{"question": "%d + 1?" % n, "target": n} for n in range(40)]
+def reward(problem, response): return problem.row["question"] == problem.question""")
     assert task.in_passes and len(task.problems) == 40
     assert capsys.readouterr().out == ""  # columns are of rows
-    if "even" in problems:
-        assert len({"even" in {problem.family for problem in part} for part in (task.train, task.held_out)}) == 2
     assert task.reward(task.train[0], "") == 1.0

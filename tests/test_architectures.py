@@ -28,7 +28,6 @@ from helpers import (
     move,
     policy_in,
     policy_of,
-    read_json,
     rows,
     small_model,
     started,
@@ -207,8 +206,8 @@ def test_the_canary_passes_the_window_or_the_original_context_if_the_runs_rows_d
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name, body", [("Qwen3Moe", "prompts_once"), ("FalconH1", "row_by_row")])
-def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_path, name, body):
+@pytest.mark.parametrize("name", ["Qwen3Moe", "FalconH1"])
+def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_path, name):
     out, folder = tmp_path / "run", tmp_path / "model"
     first = policy_of(folder, name).weights()
     toy_tokenizer().save_pretrained(folder)  # 15 of the model's 96 tokens: the others are sampled too
@@ -221,7 +220,6 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     assert sum(at_parity) >= (6 if name == "Qwen3Moe" else 10)
     trained = policy_in(out / "policy").weights()
     assert all((trained[each] != tensor).any() for each, tensor in first.items())  # expert by expert
-    assert read_json(out / "config.json")["trainer"]["body"] == body
 
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU build's fault, or untried on a GPU")

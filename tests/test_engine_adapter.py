@@ -114,7 +114,6 @@ def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_en
             assert not any(others)
             assert last == (rollout.finish_reason == "stop")
             assert rollout.versions == [engine.weight_version] * len(rollout.token_ids)
-            assert len(rollout.token_ids) == 30 or last
 
 
 def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_runs_seed_and_its_step_do(engine_folder):

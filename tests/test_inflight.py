@@ -194,7 +194,8 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(e
     """The small cache holds about half of the running rollouts, so vLLM preempts some."""
     with backend(engine_folder, block_size=32, kv_cache_gib=0.0006) as (policy, engine):
         prompts = [[5, 6, 7 + number] for number in range(8)]
-        rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, ENDLESS, n)]
+        for number, prompt in enumerate(prompts):
+            engine.submit(prompt, 2, ENDLESS, number)
         kept, lost = [], 0  # a cache is lost once, however often it is looked at
         while engine.num_unfinished:
             for _ in range(20):
@@ -202,7 +203,6 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(e
             lost += sum(request.num_preemptions > before for request, before in kept)
             kept = [(request, request.num_preemptions) for request in engine.core.scheduler.running]
             move_and_load(policy, engine)
-        assert all(rollout.finish_reason == "length" for rollout in rollouts)
         assert engine.counters["kv_lost"] == lost > 0
         again = engine.generate(prompts, 2, ENDLESS, list(range(8)))  # preempted, without an update
         assert floors_of(policy, again, 1.0) < AT_PARITY

@@ -68,6 +68,17 @@ def test_without_the_file_of_an_extra_the_command_has_none_of_its_options(tmp_pa
 
 
 @pytest.mark.engine
+def test_the_core_runs_alone_and_computes_what_it_computes_with_all_extras(tmp_path):
+    """Three steps of the default job, row by row: only an extra computes a prompt once for its group."""
+    alone = copied(tmp_path / "copy", [path.stem for path in ROOT.glob("extras/*.py") if path.stem != "__init__"])
+    for room in ("probe", "grpo.py"):
+        (shutil.rmtree if (alone / room).is_dir() else Path.unlink)(alone / room)
+    steps = "--steps", "3"
+    whole = run(copied(tmp_path / "whole", []), *steps, "--no-prompts-once")
+    assert run(alone, *steps) == whole and len(whole) == 4
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("name", ["lora", "inflight", "rounded_weights", "resume", "transformers_engine"])
 def test_without_the_file_of_an_extra_the_job_runs(name, tmp_path):
     assert len(run(copied(tmp_path / "copy", [name]))) == 2

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine_adapter import Rollout
 from verify.folder import check_loaded
+from verify.model_cases import attention_for
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
@@ -402,17 +403,6 @@ class Policy:
         vars(policy).update(attributes)
         return policy
 
-    def audit(self) -> dict[str, str | bool | float]:
-        """What is in force on the trainer's side."""
-        return {
-            "attention": self.model.config._attn_implementation,
-            "body": self.body.__name__,
-            "engine_gets": self.send.name,
-            "model_dtype": str(self.model.dtype).removeprefix("torch."),
-            "head_dtype": str(self.head.dtype).removeprefix("torch."),
-            "temperature": self.head.temperature,
-        }
-
     # ------------------------------------------------------------------- log-probabilities
     def score(self, batch: Batch, measures: Sequence[Measure] = ()) -> dict[str, Tensor]:
         """`logprobs` of the targets, and what is measured: (B, T) by name, 0 outside `batch.mask`.
@@ -643,11 +633,3 @@ class Folder:
     def check(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
         """`report`: names of tensors that transformers did not load as they are."""
         check_loaded(self.path, model, report)
-
-
-def attention_for(config: Any) -> str:
-    """sdpa, but eager where sdpa drops soft-capping and where the class has no sdpa (Mamba 2)."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-    return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"

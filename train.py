@@ -75,6 +75,7 @@ from rl import (
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
 from verify import distribution
+from verify.settings import of_trainer
 from verify.start import check_vllm_version
 
 
@@ -349,11 +350,12 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
         prompts = [problem.prompt_ids for problem in run.task.train]
         sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
         distribution.check(policy, engine, sampled)
-    record = record_of(run, policy, engine)
+    settings = of_trainer(policy)
+    record = record_of(run, settings, engine)
     for change in parts.on_record:
         record = change(record)
     replace_file(run.out / "config.json", json.dumps(record, indent=2))
-    print(settings_lines(policy.audit(), engine.settings), flush=True)
+    print(settings_lines(settings, engine.settings), flush=True)
     for prepare_first_step in parts.at_begin:
         prepare_first_step(trainer, record)
     return trainer

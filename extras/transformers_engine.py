@@ -22,6 +22,7 @@ from report import metrics
 from rl import Policy, at_targets
 from verify.errors import WeightLoadError
 from verify.head import check_head
+from verify.settings import of_trainer
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class TransformersEngine(Engine):
 
     def audit(self) -> dict[str, Any]:
         """What is in force: the trainer's own dtype, head and attention."""
-        return {"engine": "transformers"} | self.policy.audit()
+        return {"engine": "transformers"} | of_trainer(self.policy)
 
     def close(self) -> None:
         """Nothing to free: the weights are the trainer's."""

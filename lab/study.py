@@ -315,7 +315,7 @@ def run_all(plan: Plan) -> Errors:
     prepare_environment()
     origin = {"command": plan.command}
     if not GPU:  # forked runs have the code of now, fresh ones that of then
-        now = provenance(torch.device("cpu"))
+        now = provenance()
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
     pending = [run for run in plan.chosen() if not run.finished]
     pending.sort(key=lambda run: run.begun)  # those that a limit has cut already come last

@@ -17,7 +17,7 @@ from report.errors import stage
 TABLES = "metrics.jsonl", "samples.jsonl"
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Versions, commit (None outside a repository), whether tracked files were changed, device."""
     command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT[-dirty] or none
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False,
@@ -26,20 +26,20 @@ def provenance(device: torch.device) -> dict[str, Any]:
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
     versions["python"] = sys.version.split()[0]
     name = f"CPU, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     return {"versions": versions, "device": name, "commit": commit or None,
             "dirty": bool(dirty) if commit else None}
 
 
-def record_of(run: Any, policy: Any, engine: Any) -> dict[str, Any]:
+def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
     """config.json: options, what is in force on both sides, versions, problems, digests."""
-    task, record = run.task, provenance(policy.device)
+    task, record = run.task, provenance()
     record["versions"]["vllm"] = engine.vllm_version
     evaluated = min(len(task.held_out), run.config.eval_problems)
     return record | {
         "config": run.config.flat(), "audit": engine.settings,
-        "trainer": policy.audit() | {"model_path": run.folder},
+        "trainer": trainer | {"model_path": run.folder},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
                      "evaluated": f"{evaluated}, at each step the same, chosen by the seed",
                      "dropped": task.num_dropped, "merged": task.num_repeated},

@@ -40,10 +40,11 @@ from engine_adapter import ParityFlags, Rollout
 from extras.prompts_once import policy_options
 from extras.sampling_mask import kept_sets
 from probe.noise import rounded_otherwise
-from rl import Policy, attention_for, make_batch
+from rl import Policy, make_batch
 from tasks.toys import toy_tokenizer
 from verify import canary
 from verify.errors import WeightLoadError
+from verify.model_cases import attention_for
 from verify.own_noise import Widened
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count

@@ -9,6 +9,7 @@ from transformers import Qwen2ForCausalLM
 from engine_adapter import Engine, ParityFlags
 from rl import Policy
 from verify.errors import AuditError
+from verify.settings import of_trainer
 
 pytestmark = pytest.mark.engine
 NO_MASK, BOTH_RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logprobs=False, variants=("both-raw",))
@@ -22,7 +23,7 @@ def test_the_stated_distribution_passes_under_its_name(good, tmp_path, capsys, o
     close_live_engine()
     trainer = built(good, tmp_path, **{"engine": "vllm", "temperature": 0.7} | options)
     parity, printed = options.get("parity"), capsys.readouterr().out
-    assert trainer.policy.audit()["temperature"] == (1.0 if parity == BOTH_RAW else 0.7)
+    assert of_trainer(trainer.policy)["temperature"] == (1.0 if parity == BOTH_RAW else 0.7)
     assert printed.count(" differs from the stated distribution by ") == {NO_MASK: 1, BOTH_RAW: 0}.get(parity, 2)
     trainer.engine.close()
 

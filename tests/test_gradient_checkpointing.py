@@ -8,7 +8,8 @@ from helpers import ALWAYS_TIED, ARCHITECTURES, qwen2, small_model
 from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Adapters, Options
-from rl import Policy, attention_for, make_batch
+from rl import Policy, make_batch
+from verify.model_cases import attention_for
 
 BATCH = make_batch([Rollout([5, 6, 7], 0, [8, 9, 10, 11], [0.0] * 4), Rollout([12], 0, [13, 14], [0.0] * 2)])
 # A layer of Zamba 2 is inside of another one; OPT's layers pass their own `training` to dropout.

@@ -102,6 +102,6 @@ def test_a_gpus_process_ends_before_python_does_with_its_status(monkeypatch):
 
 def test_a_machine_without_git_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # a folder without programs
-    found = provenance(torch.device("cpu"))
+    found = provenance()
     assert (found["commit"], found["dirty"]) == (None, None)
     assert sys.version.startswith(found["versions"]["python"])

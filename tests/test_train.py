@@ -31,6 +31,7 @@ from examples.record_vllm import record
 from probe.traces import load_traces
 from rl import Policy
 from train import evaluate, greedy_agreement, has_loss, train_step
+from verify.settings import of_trainer
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -56,10 +57,10 @@ def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_p
     done = train_step(trainer, 2)
     done.metrics["current_mismatch_kl"] = 9.0  # an alarm
     assert [observe(done) for observe in trainer.parts.observers] == [{}]
-    assert trainer.policy.audit()["body"] == "row_by_row"
+    assert of_trainer(trainer.policy)["body"] == "row_by_row"
     trainer = built(good, tmp_path / "usual", seed=7, inflight_groups=1, max_staleness=3, lora_rank=2)
     assert (trainer.source.seed, trainer.source.max_staleness, trainer.parts.observers) == (7, 3, [])
-    assert trainer.policy.audit()["body"] == "prompts_once"
+    assert of_trainer(trainer.policy)["body"] == "prompts_once"
     split = task_of(good / "task.jsonl", 7)
     assert [each.question for each in trainer.run.task.held_out] == [each.question for each in split.held_out]
     first = next(iter(trainer.policy.send.layers.values())).lora_A

@@ -85,3 +85,15 @@ def audit(engine: Any) -> dict[str, Any]:
         "echoed": ECHOED,
         "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
     }
+
+
+def of_trainer(policy: Any) -> dict[str, str | float]:
+    """What is in force on the trainer's side."""
+    return {
+        "attention": policy.model.config._attn_implementation,
+        "body": policy.body.__name__,
+        "engine_gets": policy.send.name,
+        "model_dtype": dtype_name(policy.model.dtype),
+        "head_dtype": dtype_name(policy.head.dtype),
+        "temperature": policy.head.temperature,
+    }

@@ -82,7 +82,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 # ------------------------------------------------------------------------------------------------ tasks
 LINE, (SAMPLE, REWARD) = json.dumps(TASK[0]), PYTHON.split("def reward")
 TASKS = {  # by the file's name and the case
-    "a.jsonl empty": ("\n\n", "has none"), "a.jsonl latin-1": (b"\xe4", "as UTF-8 failed: UnicodeDecodeError"),
+    "a.jsonl empty": ("\n\n", "has none"), "a.jsonl latin-1": ("\xe4", "as UTF-8 failed: UnicodeDecodeError"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
     "a.jsonl no rows": (LINE + "\n3", "line 2: its question must be a text, or chat messages with role and content,"),
     "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
@@ -100,7 +100,7 @@ TASKS = {  # by the file's name and the case
 def test_a_task_file(good, tmp_path, kind, capsys):
     text, complaint = TASKS[kind]
     path = tmp_path / kind.split()[0]
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_text(text, "latin-1")
     said = refusal(command(good, f"--task {path} --reward-limit-s 60"), capsys)
     assert complaint.replace("{path}", str(path)) in said
 

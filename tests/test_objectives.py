@@ -19,10 +19,12 @@ def advantages(rewards: list[float], group_size: int, objective: str = "grpo") -
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_group_advantages_equal_hand_computed_values_and_equal_rewards_have_none(objective):
-    for value, group_size in product([0.1, 0.7, 1 / 3, -0.6, 1e-8, 1e6 + 0.3], range(2, 70, 3)):
-        assert not any(advantages([value] * 2 * group_size, group_size, objective)), (value, group_size)
+    """A response that is left out (nan) has none, and its group is smaller: at 0 a failure would beat -1."""
+    for value, group_size in product([0.1, 0.7, 1 / 3, -0.6, 1e-8, 1e6 + 0.3, math.nan], range(2, 70, 3)):
+        rewards = [value] * (2 * group_size - 1) + [math.nan]
+        assert not any(advantages(rewards, group_size, objective)), (value, group_size)
     for value, apart in ((0.1, 1e-6), (0.0, 1.0), (1e8, 1.0)):  # and a group of equal rewards beside
         std = apart / math.sqrt(8)  # of seven equal numbers and one that is `apart` from them
         unit = apart / 8 / (1 if objective == "dr_grpo" else std + 1e-4)
-        found = advantages([value] * 7 + [value + apart] + [value] * 8, 8, objective)
-        assert found == pytest.approx([-unit] * 7 + [7 * unit] + [0] * 8, rel=1e-6)
+        rewards = [math.nan] + [value] * 7 + [value + apart] + [value] * 9
+        assert advantages(rewards, 9, objective) == pytest.approx([0] + [-unit] * 7 + [7 * unit] + [0] * 9, rel=1e-6)

@@ -8,11 +8,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 from helpers import ROOT, task_of
 
 from engine_adapter import Rollout
-from objectives import group_advantages
 from tasks import Problem
 from tasks.options import Options
 from tasks.problem_files import try_reward
@@ -139,17 +137,6 @@ def test_a_reward_is_a_sum_of_named_parts_or_none_and_a_file_imports_what_lies_b
     rows = scored(tmp_path, text, "12", "")
     assert [row["reward"] for row in rows] == [3.0, None]
     assert [row["parts"] for row in rows] == [{"a": 1.0, "b": 2.0}, {}]
-
-
-def test_a_response_that_is_left_out_has_no_loss_and_is_not_in_its_groups_baseline():
-    """As if the group were smaller: at 0 a failure would be better than a wrong answer at -1."""
-    groups = [math.nan, 1, -1, math.nan], [math.nan, 0.1, 0.1, 0.1], [math.nan] * 4
-    scores = torch.tensor(groups, dtype=torch.float64).flatten()
-    for divide in (True, False):
-        alone = group_advantages(scores[1:3], 2, None, divide).flatten().tolist()
-        advantages = group_advantages(scores, 4, None, divide).flatten().tolist()
-        assert advantages[:4] == pytest.approx([0, *alone, 0])
-        assert not any(advantages[4:])  # exactly 0, also where 0.1 is not its rounded mean
 
 
 def test_a_file_that_grades_whole_groups_sees_them(tmp_path):

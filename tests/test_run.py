@@ -29,8 +29,8 @@ def job(good, tmp_path) -> Callable[..., Config]:
     return lambda **changes: config_of(**usual | changes)
 
 
-def test_a_switch_that_can_change_nothing_is_named(job, capsys):
-    run = prepare(job())
+def test_a_switch_that_can_change_nothing_is_named(capsys):
+    task = SimpleNamespace(prompts=[[0] * 7])
     off = ParityFlags(inflight_keep=False, fp32_head=False)
     raw, masked = (ParityFlags(processed_logprobs=False, sampling_mask=mask) for mask in (True, False))
     for parity, changes, named in (
@@ -39,7 +39,7 @@ def test_a_switch_that_can_change_nothing_is_named(job, capsys):
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
         parts = SimpleNamespace(at_begin=[])
-        idle_switches.install(replace(run, config=job(parity=parity, **changes)), None, parts)
+        idle_switches.install(SimpleNamespace(config=config_of(parity, **changes), task=task), None, parts)
         parts.at_begin[0](SimpleNamespace(engine=SimpleNamespace(settings={"block_size": 16})), {}, 1)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named

@@ -439,7 +439,7 @@ class Engine:
             raise EngineStateError("sleep needs finished rollouts, or an engine that holds them"
                                    f" over a load; there are {self.num_unfinished} others")
         if self.on_gpu:
-            self.llm.sleep(level=2, mode="keep")  # "keep": the requests stay in vLLM's queue
+            self.llm.sleep(level=2, mode="keep")  # of vLLM's queue; no matter of `inflight_keep`
             self._memory_released = True
         self.state = "asleep"
 
@@ -460,7 +460,8 @@ class Engine:
         self, weights: Mapping[str, Tensor], trainer_logprobs: Callable[..., list[list[float]]],
         changed: bool = True,
     ) -> dict[str, float]:
-        """Put the trainer's tensors into the live engine, count one version up, check the engine.
+        """Put the trainer's tensors into the live engine, count one version up, check the engine:
+        proof, buffers and canary, by verify.after_load.
 
         `trainer_logprobs` is `Policy.response_logprobs`. No second copy of the model is made.
         Weights that have not `changed` are no new version. Returns the seconds of the transfer and

@@ -1,4 +1,4 @@
-"""The trainer's half: the batch, the policy with its fp32 head, the optimizer, and one update.
+"""The trainer's half: the batch, the policy with its fp32 head, the optimizer, a model's folder.
 
 Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N a number of
 response tokens.
@@ -83,8 +83,8 @@ class Batch:
     ) -> Minibatches:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
-        `pack` cuts rows into micro-batches. All passes over a batch use the same ones, so that in
-        16 bits the ratio starts at exactly 1 (if no row is masked in between). `has_signal` is
+        `pack` cuts rows into micro-batches. All passes over a batch use the same ones, so that the
+        ratio starts at exactly 1 (in 16 bits, if no row is masked in between). `has_signal` is
         (B,), bool.
         """
         minibatches = []
@@ -408,7 +408,7 @@ class Policy:
         """`logprobs` of the targets, and what is measured: (B, T) by name, 0 outside `batch.mask`.
 
         The update calls it with gradient. Before the update the same code computes the denominator
-        of the ratio, so that the first ratio is exactly 1.
+        of the ratio.
         """
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
@@ -577,7 +577,7 @@ def _accumulate(master: Tensor, parameter: Tensor) -> None:
     parameter.grad = None
 
 
-# ---------------------------------------------------------------------------------- update
+# ---------------------------------------------------------------------------------- micro-batches
 @torch.no_grad()
 def in_micro_batches(
     values_of: Callable[[Batch], dict[str, Tensor]], batch: Batch, minibatches: Minibatches

@@ -1,7 +1,8 @@
 """Colocated GRPO in one process: trainer (transformers) and engine (vLLM V1) take turns.
 
 One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm and `update`
-its gradient. `Config` has the options of the method; all others are in their files of extras/.
+its gradient. `Core` has the options of the method. All others stand with what they change, in
+tasks/, verify/ and the files of extras/, whose head says how an option enters a run.
 """
 
 from importlib.util import find_spec
@@ -236,7 +237,11 @@ class Run:
 
 
 class Parts:
-    """What a run is put together from. Files of extras/ replace a part, or add to a list."""
+    """What a run is put together from. The `install` of an extra replaces a part or adds to a list.
+
+    So extras/inflight.py gives another engine and another source, and extras/lora.py changes the
+    model and what `policy` sends.
+    """
 
     def __init__(self, run: Run):
         config = run.config
@@ -256,14 +261,14 @@ class Parts:
         self.new_folder = True  # whether `out` must hold no run
         self.first_step = 1
         self.checkpoint: dict[str, Any] | None = None  # what the trainer's state is read from
-        # What is called, and with what:
+        # Functions, their arguments, and when they are called:
         self.with_model: list[Callable] = []  # the model, on its device: before Policy is made
-        self.at_accept: list[Callable] = []  # nothing: when the run begins to write files
+        self.at_accept: list[Callable] = []  # no argument: when the run begins to write files
         self.at_begin: list[Callable] = []  # trainer, record: before the first step
         self.observers: list[Callable] = []  # each Step: more metrics
         self.evaluations: list[Callable] = []  # see `evaluate`
         self.writers: list[Callable] = []  # each row of metrics.jsonl
-        self.at_end: list[Callable] = []  # nothing: before the policy is saved
+        self.at_end: list[Callable] = []  # no argument: before the policy is saved
         self.after_save: list[Callable] = []  # the model and its new folder
         self.on_record: list[Callable] = []  # config.json's record: the record to write
 
@@ -390,8 +395,8 @@ def train(trainer: Trainer) -> None:
 class Step(NamedTuple):
     """What a step has done: its metrics, the P problems, the batch (B, T) that was trained on.
 
-    `fresh` is the batch without the loss of rows that older weights than those before this update
-    helped to compute. --mask-truncated does not change it.
+    `fresh` is the batch with a mask on the rows that were sampled wholly with the weights before
+    this update, prompt included. --mask-truncated does not change it.
     """
 
     metrics: dict[str, Any]
@@ -418,7 +423,8 @@ def train_step(trainer: Trainer, step: int) -> Step:
     batch = make_batch(rollouts, policy.device)  # (B, T)
 
     # 3. The trainer's own log-probabilities before the update, in its micro-batches. A row whose
-    # score is its group's mean, or NaN, has no signal: it goes to micro-batches without backward.
+    # score is its group's mean, or NaN, has no signal. Such rows have micro-batches of their own,
+    # whose backward `update` skips, unless there is a KL term.
     has_signal = centre(scores, config.group_size) != 0  # (P, G)
     minibatches = batch.minibatches(has_signal.flatten(), config.num_minibatches,
                                     config.micro_batch_tokens, policy.pack)
@@ -488,11 +494,11 @@ def update(
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
-    loss = sum_t token_weights_t (correction_t * surrogate_t + kl_loss_t). The losses of
-    micro-batches simply add up. A minibatch whose rows have no gradient (all are flat or masked, or
+    loss = sum over rows and tokens of token_weights (correction * surrogate + kl_loss). The losses
+    of micro-batches add up. A minibatch whose rows have no gradient (all are flat or masked, or
     their correction is 0, and there is no KL term) takes no step and counts in `skipped_updates`:
-    otherwise AdamW would move the weights by momentum alone. With a KL term it counts in
-    `kl_only_updates`.
+    otherwise AdamW would move the weights by momentum alone. With a KL term it takes a step and
+    counts in `kl_only_updates`.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """

@@ -24,12 +24,12 @@ def agreement(logits: Tensor, _: Tensor, __: Tensor, targets: Tensor) -> dict[st
 
 # ---------------------------------------------------------------------------------- before it
 def before_update(
-    batch: Any, current: Any, measured: dict[str, Tensor], scores: Tensor, has_signal: Tensor,
+    batch: Any, fresh: Any, measured: dict[str, Tensor], scores: Tensor, has_signal: Tensor,
     weight_version: int, *, objective: Any, clip: Any, max_length: int,
 ) -> dict[str, float | None]:
     """All that a step measures before its update. `measured`: the policy's `token_metrics`.
 
-    Figures named current_... and backend_..., and surprisal_z, are those of `current`, the rows
+    Figures named current_... and backend_..., and surprisal_z, are those of `fresh`, the rows
     that were sampled with the current weights alone, because the others are stale and staleness is
     not the backend's fault.
     """
@@ -38,13 +38,13 @@ def before_update(
     figures |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()
                 if name != "varentropy" and not name.endswith("logprobs")}
     figures |= of_mismatch(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-    if current.mask.any():
-        sides = current.old_logprobs, current.behavior_logprobs, current.mask
+    if fresh.mask.any():
+        sides = fresh.old_logprobs, fresh.behavior_logprobs, fresh.mask
         figures["surprisal_z"] = surprisal_z(
-            current.old_logprobs, measured["entropy"], measured["varentropy"], current.mask)
+            fresh.old_logprobs, measured["entropy"], measured["varentropy"], fresh.mask)
         figures |= {f"current_{name}": value for name, value in of_mismatch(*sides).items()
                     if name != "mismatch_max"}
-        figures |= of_backend(*sides, current.advantages, objective, clip, max_length)
+        figures |= of_backend(*sides, fresh.advantages, objective, clip, max_length)
     return figures
 
 

@@ -1,18 +1,20 @@
 """One file for each option that the method does without. A new option is a file and a line here.
 
-A file has what it needs of:
+`train.Config` has a group for each file: lora.py gives config.lora.lora_rank, and --lora-rank on
+the command line. A file has what it needs of, in the order in which a run uses it:
 
     Options                          a frozen dataclass; the comment of a field is its help text
     check(config, options)           rules, also those that concern options of others
     check_machine(config, options)   what it needs of the device or of a library
-    check_task(run, options)         what it needs of the task
-    install(run, options, parts)     replaces a part of train.Parts, or adds to it
     Folder                           reads a model's folder in place of rl.Folder
-    NOT_OF_THE_EXPERIMENT            options that may change at --resume
+    check_task(run, options)         what it needs of the task; may return another train.Run
+    install(run, options, parts)     replaces a part of train.Parts, or adds to it
     ENDINGS                          what the line of a step says of its figures (report/log.py)
+    NOT_OF_THE_EXPERIMENT            options that may change at --resume
 
 Checks raise a ValueError. A file that is not there has no options, and all else works without it.
-Nothing heavy is imported at the top of a file: --help imports all of them.
+Nothing heavy is imported at the top of a file: --help imports all of them. What two files share
+stands in files that NAMES leaves out.
 """
 
 from collections.abc import Callable, Iterator

@@ -6,7 +6,6 @@ No test file imports another one. Fixtures and the rules for markers are in conf
 import atexit
 import gc
 import json
-import math
 import os
 import re
 import runpy
@@ -264,21 +263,6 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
             parameter.add_(scale * torch.randn_like(parameter))
 
 
-def by_the_book(row: list[float], sampling: Sampling) -> list[float]:
-    """Probabilities of one token, entry by entry, in plain Python."""
-    weights = [math.exp((value - max(row)) / sampling.temperature) for value in row]  # the largest is 1
-    likeliest = sorted(range(len(row)), key=lambda token: -weights[token])
-    bar = weights[likeliest[(sampling.top_k or len(row)) - 1]]
-    kept = [token for token in likeliest if weights[token] >= max(bar, sampling.min_p)]
-    total, mass, nucleus = sum(weights[token] for token in kept), 0.0, set()
-    for token in kept:
-        if mass < sampling.top_p * total:
-            nucleus.add(token)
-        mass += weights[token]
-    total = sum(weights[token] for token in nucleus)
-    return [weight / total if token in nucleus else 0.0 for token, weight in enumerate(weights)]
-
-
 # ------------------------------------------------------------------------------------------------ in flight
 def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
     """Sleep, an optimizer step, wake, load: as train_step does it."""
@@ -301,15 +285,10 @@ def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 
 # ------------------------------------------------------------------------------------------------ the matrix
 # Of data/classes.json. What follows a comma names a variant of the row before, which is measured untied only.
-ARCHITECTURES = (
-    "Llama", "Llama, biases", "Llama, yarn", "Llama, llama3 rope",
-    "Llama, dynamic rope",
-    "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "Gemma3Text, sliding and full", "Phi3", "Phi3, longrope",
-    "StableLm", "Granite",
-    "Olmo2", "Olmo3", "SmolLM3", "GPTNeoX", "Cohere", "GPT2", "Qwen3Moe", "Qwen2Moe",
-    "Qwen3Moe, padded experts",  # vLLM pads them from 48 to 64
-    "Mixtral", "FalconH1", "Mamba2",
-)  # fmt: skip
+# vLLM pads the last mixture's experts from 48 to 64.
+ARCHITECTURES = re.split("; |\n", """Llama; Llama, biases; Llama, yarn; Llama, llama3 rope; Llama, dynamic rope; Qwen2
+Qwen3; Mistral; Gemma2; Gemma3Text; Gemma3Text, sliding and full; Phi3; Phi3, longrope; StableLm; Granite; Olmo2; Olmo3
+SmolLM3; GPTNeoX; Cohere; GPT2; Mixtral; FalconH1; Mamba2; Qwen3Moe; Qwen2Moe; Qwen3Moe, padded experts""")
 MULTIMODAL = [name for name, each in CLASSES.items() if "text_config" in each["options"]]
 ALWAYS_TIED = [name for name, each in CLASSES.items() if each["tied"] == [True]]  # in vLLM
 RECURRENT = ("FalconH1", "Mamba2")

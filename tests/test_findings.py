@@ -73,18 +73,3 @@ def test_each_claim_is_what_its_record_says(page):
 def test_each_number_of_the_findings_has_a_record(page, form):
     findings, = re.findall(form, " ".join(parted(page)[::2]))
     assert re.findall(r"\S*\d\S*", re.sub(NAMES, "", findings)) == []
-
-
-def test_the_table_of_the_doses_has_the_means_of_its_record():
-    """Training reward / trainer alone, by form; nothing where a form was not run."""
-    cells = read("dose")["cells"]
-    first_part = (ROOT / "docs/dose.md").read_text().split("## Why")[0]
-    rows = re.findall(r"(?m)^\| ([\w.-]+) \| (\S+) \| (.*\d/\d.*) \|$", first_part)
-    assert len(rows) == 7
-    for kind, nats, found in rows:
-        assert nats == f"{median(cells[f'two.{kind}']['metrics']['mismatch_first']):.2g}"
-        forms = ["two", "two-wide", "three", "tis-token", "icepop", "tis-sequence", "mis"]
-        for form, text in zip(forms, found.split(" | "), strict=True):
-            metrics = cells.get(f"{form}.{kind}", {"metrics": {}})["metrics"]
-            means = [f"{fmean(metrics[each]):.2f}" for each in ("reward", "eval_trainer_alone") if metrics]
-            assert text.strip() == "/".join(means)

@@ -5,17 +5,15 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
-from helpers import DEVICES, ROUNDING, config_of, drawn_ids, frozen_logprobs, minibatches_of, qwen2
+from helpers import DEVICES, config_of, drawn_ids, frozen_logprobs, minibatches_of, qwen2
 
 import objectives
 from engine_adapter import Rollout
 from extras.offload import OffloadedOptimizer
 from extras.prompts_once import policy_options
 from extras.rejection import REJECTIONS, Rejection
-from extras.sampling_mask import kept_sets
 from objectives import CORRECTIONS, OBJECTIVES
 from report.metrics import agreement
 from rl import (
@@ -23,6 +21,7 @@ from rl import (
     Head,
     Optimizer,
     Policy,
+    entropies,
     head_chunk,
     longest_first,
     make_batch,
@@ -36,24 +35,8 @@ def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
             for p, r in lengths]  # fmt: skip
 
 
-def plain_logits(model, rollout: Rollout) -> torch.Tensor:
-    """The logits that predict each response token, one row at a time, in float64: (N, V)."""
-    with torch.no_grad():
-        logits = model(torch.tensor([rollout.prompt_ids + rollout.token_ids])).logits.double()[0]
-    return logits[len(rollout.prompt_ids) - 1 : -1]
-
-
 # ------------------------------------------------------------------------------------------------ batch
-def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
-    a = Rollout([0, 6], 0, [7, 0], [-0.1, -0.2], trained=[False, True])
-    b = Rollout([9], 0, [95], [-0.3])
-    batch = make_batch([a, b])
-    assert batch.inputs.tolist() == [[0, 6, 7], [9, 95, 0]]
-    assert batch.targets.tolist() == [[6, 7, 0], [95, 0, 0]]
-    assert batch.mask.tolist() == [[0, 0, 1], [1, 0, 0]]
-    torch.testing.assert_close(batch.behavior_logprobs, torch.tensor([[0, 0, -0.2], [-0.3, 0, 0]]))
-
-
+# That each value is at the position that predicts it: test_exercises.py.
 def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then():
     """Positions are counted as the model sees them. Their values are in test_architectures.py."""
     model, seen, counts = qwen2(tied=True), [], []
@@ -79,63 +62,31 @@ def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_c
 
 
 # ------------------------------------------------------------------------------------------------ head and policy
-def in_chunks(policy: Policy) -> Policy:
-    """The policy with a head that computes two rows at once."""
-    return policy.changed(head=replace(policy.head, chunk_elements=2 * 96))
-
-
-def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks():
-    model, rows = qwen2(tied=True), rollouts()
-    rows[0].token_ids[-1] = plain_logits(model, rows[0])[-1].argmax().item()
-    batch, policy = make_batch(rows), in_chunks(Policy(model, temperature=0.7, **policy_options(model)))
-    measured, agrees = policy.token_metrics(batch), policy.score(batch, (agreement,))["agrees"]
-    assert torch.equal(policy.score(batch)["logprobs"], measured["logprobs"])
-    assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))
-    for row, rollout in enumerate(rows):
-        inside, tokens, logits = batch.mask[row] > 0, torch.tensor(rollout.token_ids), plain_logits(model, rollout)
-        logprobs = (logits / 0.7).log_softmax(-1)
-        found = torch.stack([measured[name] for name in ("logprobs", "entropy", "varentropy")])[:, row, inside]
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        varentropy = (logprobs.exp() * (-logprobs - entropy[:, None]) ** 2).sum(-1)
-        expected = torch.stack([logprobs[range(len(tokens)), tokens], entropy, varentropy])
-        torch.testing.assert_close(found.double(), expected, atol=ROUNDING, rtol=0)
-        assert agrees[row][inside].tolist() == (logits.argmax(-1) == tokens).tolist()
-    assert agrees.sum() > 0
-
-
-def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_kept_sets():
-    """Also in a row of its own, and beside a row without a loss. What the values are is in test_sampling_mask.py."""
-    rows = rollouts([(3, 4), (5, 3), (2, 5)])
-    for rollout in rows:
-        rollout.kept = [numpy.unique([token, token // 2, 90 + at]) for at, token in enumerate(rollout.token_ids)]
-    policy = in_chunks(Policy(qwen2(tied=True), temperature=0.7, restrict=kept_sets))
-    whole = policy.score(make_batch(rows))["logprobs"]
-    rows[0].trained, rows[2].trained = [True, False, False, True], [False, True, True, True, False]
-    fewer = make_batch(rows).mask_rows([True, False, True])
-    for micro_batch_tokens in (1, 4096):
-        found = frozen_logprobs(policy, fewer, minibatches_of(fewer, 1, micro_batch_tokens))
-        torch.testing.assert_close(found, whole * fewer.mask, atol=ROUNDING, rtol=0)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("softcap, scale, rows, dtype", [
     (3.0, 0.6, 1, torch.float32), (None, 1.4, 7, torch.bfloat16), (3.0, 0.6, 64, torch.float16),
 ])
-def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, dtype, device):
-    """In chunks of so many rows. test_architectures.py has kept sets."""
+def test_the_heads_values_and_gradients_are_those_of_plain_float64(softcap, scale, rows, dtype, device):
+    """In chunks of so many rows. test_architectures.py has kept sets, padding and masked tokens."""
     hidden, weight, bias = torch.randn(64, 48), torch.randn(500, 48) / 3, torch.randn(500) / 7
     targets, loss_weights = torch.randint(500, (64,)).to(device), torch.randn(64).to(device)
     ours = [each.to(device, dtype).requires_grad_() for each in (hidden, weight, bias)]
     exact = [each.detach().double().requires_grad_() for each in ours]
-    head = Head(*ours[1:], scale, softcap, chunk_elements=500 * rows, temperature=0.7)
-    logprobs = head.score(ours[0], targets)["logprobs"]
     logits = exact[0] @ exact[1].T + exact[2]
     logits = scale / 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
-    expected = logits.log_softmax(dim=-1)[range(64), targets]
-    gradients = torch.autograd.grad(logprobs, ours, loss_weights)
-    truths = torch.autograd.grad(expected, exact, loss_weights.double())
+    agrees = torch.arange(64, device=device) % 2
+    targets = torch.where(agrees > 0, logits.argmax(dim=-1), targets)
+    head = Head(*ours[1:], scale, softcap, chunk_elements=500 * rows, temperature=0.7)
+    scores = head.score(ours[0], targets, measures=(entropies, agreement))
+    truth = torch.distributions.Categorical(logits=logits)
+    assert torch.equal(scores["agrees"], agrees.float())
+    expected = {"logprobs": truth.log_prob(targets), "entropy": truth.entropy(),
+                "varentropy": (truth.probs * (truth.logits + truth.entropy()[:, None]) ** 2).sum(dim=-1)}
+    for name, values in expected.items():
+        assert (scores[name] - values).norm() < 1e-5 * values.norm(), name
+    gradients = torch.autograd.grad(scores["logprobs"], ours, loss_weights)
+    truths = torch.autograd.grad(expected["logprobs"], exact, loss_weights.double())
     rounding = 1e-5 if dtype == torch.float32 else 2**-8  # gradients are stored in it
-    assert (logprobs - expected).norm() < 1e-5 * expected.norm()
     for gradient, truth in zip(gradients, truths, strict=True):
         assert (gradient - truth).norm() < rounding * truth.norm()
 

@@ -1,5 +1,6 @@
 """The sampler's mask (top-k, top-p, min-p): the kept sets of both engines, and the trainer's use of them."""
 
+import math
 from statistics import fmean
 
 import pytest
@@ -10,7 +11,6 @@ from helpers import (
     ROUNDING,
     at,
     built,
-    by_the_book,
     command,
     load_into,
     minibatches_of,
@@ -45,16 +45,35 @@ def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str,
     return of_mismatch(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 
 
-def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:
-    """Each kept set is the support of the distribution in `by_the_book`, and has the sampled token."""
-    for rollout in rollouts[::5]:
-        ids = torch.tensor([rollout.prompt_ids + rollout.token_ids], device=policy.device)
-        with torch.no_grad():
-            logits = policy.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].tolist()
-        for token, kept, row in zip(rollout.token_ids, rollout.kept, logits, strict=True):
-            probabilities = by_the_book(row, MaskedSampling(1.3, 12, **mask))
-            assert set(kept.tolist()) == {token for token, probability in enumerate(probabilities) if probability}
-            assert token in kept
+def by_the_book(row: list[float], sampling: MaskedSampling) -> set[int]:
+    """The tokens that the masks keep of one token's logits, entry by entry, in plain Python."""
+    weights = [math.exp((value - max(row)) / sampling.temperature) for value in row]  # the largest is 1
+    likeliest = sorted(range(len(row)), key=lambda token: -weights[token])
+    bar = max(weights[likeliest[(sampling.top_k or len(row)) - 1]], sampling.min_p)
+    kept = [token for token in likeliest if weights[token] >= bar]
+    total, mass, nucleus = sum(weights[token] for token in kept), 0.0, set()
+    for token in kept:
+        if mass < sampling.top_p * total:
+            nucleus.add(token)
+        mass += weights[token]
+    return nucleus
+
+
+def check_masks(policy: Policy, engine, rounding: float = ROUNDING) -> None:
+    """Each kept set is that of `by_the_book` and has the sampled token, and the trainer's softmax is over it."""
+    for mask in MASKS:
+        rollouts = sampled(engine, **mask)
+        for rollout in rollouts[::5]:
+            ids = torch.tensor([rollout.prompt_ids + rollout.token_ids], device=policy.device)
+            with torch.no_grad():
+                logits = policy.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].tolist()
+            for token, kept, row in zip(rollout.token_ids, rollout.kept, logits, strict=True):
+                assert token in kept and {*kept.tolist()} == by_the_book(row, MaskedSampling(1.3, 12, **mask))
+        found, means = measured(policy, rollouts, **mask)
+        assert found["mismatch_abs_mean"] <= rounding, mask
+        assert means["outside_frac"] == 0, mask
+        assert means["engine_kept_mass"] == pytest.approx(means["kept_mass"], abs=ROUNDING), mask
+        assert means["kept_mass"] < 0.99, mask
 
 
 # ------------------------------------------------------------------------------------------------ kept sets
@@ -64,14 +83,7 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
         engine_folder, device):
     policy = Policy(qwen2(tied=False).to(device))
     with started(engine_folder, policy) as engine:
-        for mask in MASKS:
-            rollouts = sampled(engine, **mask)
-            check_kept_sets(policy, rollouts, **mask)
-            found, means = measured(policy, rollouts, **mask)
-            assert found["mismatch_abs_mean"] <= (ROUNDING if device == "cpu" else 1e-3), mask
-            assert means["outside_frac"] == 0, mask
-            assert means["engine_kept_mass"] == pytest.approx(means["kept_mass"], abs=ROUNDING), mask
-            assert means["kept_mass"] < 0.99, mask
+        check_masks(policy, engine, ROUNDING if device == "cpu" else 1e-3)
         with pytest.raises(ValueError, match=r"max_kept must be .* got 5, one has more .*--max-kept"):
             sampled(engine, max_kept=5, top_k=6)
 
@@ -106,27 +118,30 @@ def test_the_reference_engine_samples_under_the_same_masks():
     policy = Policy(qwen2(tied=False))
     engine = TransformersEngine(policy)
     engine.load(policy.weights(), policy.response_logprobs)
-    for mask in MASKS:
-        rollouts = sampled(engine, **mask)
-        check_kept_sets(policy, rollouts, **mask)
-        assert measured(policy, rollouts, **mask)[0]["mismatch_abs_mean"] <= ROUNDING
+    check_masks(policy, engine)
 
 
 def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution():
+    """Beside two others one that is not flat."""
     logits, sampling = torch.randn(3, 2000), MaskedSampling(1.0, 1, top_p=0.9)
-    logits[2] *= 9  # beside them one that is not flat
+    logits[2] *= 9
     for row, masked in zip(logits, masked_logits(logits, sampling), strict=True):
-        kept, book = masked.isfinite(), torch.tensor(by_the_book(row.tolist(), sampling)) > 0
+        kept = masked.isfinite()
         assert (kept.sum() > 512) == (row.max() < 9)
-        assert (kept != book).sum() <= 1  # the last one, by rounding
+        apart = {*kept.nonzero()[:, 0].tolist()} ^ by_the_book(row.tolist(), sampling)
+        assert len(apart) <= 1  # the last one, by rounding
         assert torch.equal(masked[kept], row[kept])
 
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
-def test_kept_sets_that_are_not_of_all_tokens_are_refused():
-    """That rows of a batch take theirs along is in test_rl.py."""
-    rollout = Rollout([5, 6], 0, [7, 8], [-0.1] * 2, kept=[torch.tensor([7, 1]).numpy()])
-    batch = make_batch([rollout])
+def test_kept_sets_go_to_the_trained_tokens_of_rows_with_a_loss_and_are_refused_if_one_is_missing():
+    rollouts = [Rollout([5] * size, 0, [7, 8, 9], [-0.1] * 3, trained=[True, False, True],
+                        kept=[torch.tensor([size, token]).numpy() for token in (7, 8, 9)]) for size in (1, 2, 3)]
+    batch = make_batch(rollouts).mask_rows([True, False, True])
+    assert batch.mask.tolist() == [[1, 0, 1, 0, 0], [0] * 5, [0, 0, 1, 0, 1]]
+    logits = kept_sets(batch, batch.mask > 0)(torch.zeros(4, 96), slice(None))
+    assert logits.isfinite().nonzero()[:, 1].tolist() == [1, 7, 1, 9, 3, 7, 3, 9]
+    rollouts[2].kept.pop()
     with pytest.raises(AssertionError, match="of all tokens of a row"):
         kept_sets(batch, batch.mask > 0)
 

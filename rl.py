@@ -517,7 +517,7 @@ class Optimizer:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Masters and moments on the model's device: here always (see extras/offload.py)."""
+        """Masters and moments on the model's device: here always."""
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -599,7 +599,7 @@ class Folder:
         self.path = path
 
     def config(self) -> Any:
-        """The language model's configuration. Raises: ValueError for a multimodal model."""
+        """The language model's configuration. Raises: ValueError if it is a part of a larger one."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)

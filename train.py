@@ -2,7 +2,7 @@
 
 One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm and `update`
 its gradient. `Core` has the options of the method. All others stand with what they change, in
-tasks/, verify/ and the files of extras/, whose head says how an option enters a run.
+tasks/, verify/ and the files of extras/; extras/__init__.py says how an option enters a run.
 """
 
 from importlib.util import find_spec
@@ -239,8 +239,7 @@ class Run:
 class Parts:
     """What a run is put together from. The `install` of an extra replaces a part or adds to a list.
 
-    So extras/inflight.py gives another engine and another source, and extras/lora.py changes the
-    model and what `policy` sends.
+    extras/__init__.py shows it with two examples.
     """
 
     def __init__(self, run: Run):

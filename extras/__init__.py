@@ -12,9 +12,14 @@ the command line. A file has what it needs of, in the order in which a run uses 
     ENDINGS                          what the line of a step says of its figures (report/log.py)
     NOT_OF_THE_EXPERIMENT            options that may change at --resume
 
-Checks raise a ValueError. A file that is not there has no options, and all else works without it.
-Nothing heavy is imported at the top of a file: --help imports all of them. What two files share
-stands in files that NAMES leaves out.
+Each hook of each file is called, so a file asks itself whether its option is given. Checks raise a
+ValueError. inflight.py replaces the engine (`parts.engine_kind`) and the source of rollouts
+(`parts.source`). lora.py adds a function of the loaded model to `parts.with_model`, which also sets
+what the policy sends, `parts.policy["send"]`.
+
+A file that is not there has no options, and all else works without it. Nothing heavy is imported at
+the top of a file: --help imports all of them. What two files share stands in files that NAMES leaves
+out.
 """
 
 from collections.abc import Callable, Iterator

@@ -599,7 +599,7 @@ class Folder:
         self.path = path
 
     def config(self) -> Any:
-        """The language model's configuration. Raises: ValueError if it is a part of a larger one."""
+        """The language model's configuration. Raises: ValueError if it is part of a larger one."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)

@@ -236,7 +236,7 @@ class Run:
         return digests(config.task, config.data, self.task, config.model, self.folder)
 
 
-class Parts:
+class Parts(extras.OneOwner):
     """What a run is put together from. The `install` of an extra replaces a part or adds to a list.
 
     extras/__init__.py shows it with two examples.
@@ -270,6 +270,7 @@ class Parts:
         self.at_end: list[Callable] = []  # no argument: before the policy is saved
         self.after_save: list[Callable] = []  # the model and its new folder
         self.on_record: list[Callable] = []  # config.json's record: the record to write
+        self.complete()
 
 
 @dataclass
@@ -376,7 +377,9 @@ def train(trainer: Trainer) -> None:
         with stage(f"step {step}"):
             done = train_step(trainer, step)
         for observe in parts.observers:
-            done.metrics.update(observe(done))
+            further = observe(done)
+            assert not further.keys() & done.metrics.keys(), f"{observe} changes a figure"
+            done.metrics.update(further)
         last = step == config.steps
         if last or step % config.eval_every == 0:
             done.metrics.update(evaluate(trainer, step))

@@ -27,6 +27,7 @@ from dataclasses import MISSING, asdict, field, fields, is_dataclass, make_datac
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import isfunction, signature
 from typing import Any
 
 import tyro
@@ -37,7 +38,16 @@ NAMES = (
     "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing", "prompts_once",
     "offload", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
     "tracker", "multimodal", "transformers4", "export_sampling")  # fmt: skip
+HOOKS = {"check", "check_machine", "check_task", "install"}
 FILES = {name: import_module(f"extras.{name}") for name in NAMES if find_spec(f"extras.{name}")}
+for file in FILES.values():
+    functions = [value for value in vars(file).values() if isfunction(value)]
+    for function in functions:
+        if function.__module__ != file.__name__:
+            continue
+        if function.__name__ not in HOOKS and "options" in signature(function).parameters:
+            raise TypeError(f"{function.__name__} of {file.__name__} has options but is no hook, so"
+                            f" nothing would call it; hooks are {', '.join(sorted(HOOKS))}")
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --lora.lora-rank
 # May change at --resume; the prompts have a digest of their own.
 NOT_OF_THE_EXPERIMENT = {"out", "cache_dir", "reward_workers", "chat_template_args"}.union(
@@ -92,6 +102,26 @@ def folder(path: str) -> Any:
     for file in FILES.values():
         Folder = getattr(file, "Folder", Folder)
     return Folder(path)
+
+
+class OneOwner:
+    """An object whose attributes are replaced once, and only those that it has when it is made."""
+
+    replaced: frozenset[str] | None = None  # None: it is being made
+
+    def complete(self) -> None:
+        vars(self)["replaced"] = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.replaced is not None and value is not vars(self).get(name):  # as `|=` does
+            if name not in vars(self) or isinstance(vars(self)[name], (list, dict)):
+                raise AttributeError(f"{name} is no part to replace; a list or a dictionary takes"
+                                     " more entries")
+            if name in self.replaced:
+                raise ValueError(f"two options replace the part {name}: they cannot be given"
+                                 " together")
+            vars(self)["replaced"] |= {name}
+        super().__setattr__(name, value)
 
 
 def each(hook: str, config: Any) -> Iterator[Callable]:

@@ -52,7 +52,8 @@ def check_task(run: Any, options: Options) -> None:
 
 def install(run: Any, options: Options, parts: Any) -> None:
     if options.inflight_groups:
-        parts.engine_kind = InflightEngine
+        if "engine" not in run.config.given:
+            parts.engine_kind = InflightEngine
         parts.source = partial(GroupsInFlight, num_waiting=options.inflight_groups,
                                max_staleness=options.max_staleness)
 

@@ -130,4 +130,5 @@ def check(config: Any, options: Options) -> None:
 
 def install(run: Any, options: Options, parts: Any) -> None:
     """A function of old_logprobs, behavior_logprobs and mask, which the update calls."""
-    parts.token_filter = options.rule
+    if options.rule:
+        parts.token_filter = options.rule

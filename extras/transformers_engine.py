@@ -54,7 +54,8 @@ def check(config: Any, options: Options) -> None:
 
 def install(run: Any, options: Options, parts: Any) -> None:
     if options.engine == "transformers":
-        parts.engine_kind, parts.engine = TransformersEngine, {}
+        parts.engine_kind = TransformersEngine
+        parts.engine.clear()
     if options.eval_trainer_alone:
         parts.at_begin.append(lambda trainer, record: parts.evaluations.append(
             partial(evaluate_alone, Alone(trainer), run)))

@@ -129,3 +129,21 @@ def test_a_rule_about_another_option_names_one_that_exists_and_no_group_has_the_
     assert {"engine", "lora_rank", "inflight_groups"} <= named <= known
     assert known >= transformers_engine.OF_VLLM
     assert not {option.name for option in fields(Core)} & {*OPTIONS}
+
+
+def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
+    """A hook under another name, a part that is none, one that two options replace, a list that is lost."""
+    folder = copied(tmp_path / "copy", [])
+    (folder / "extras" / "tracker.py").write_text("def instal(run, options, parts):\n    pass\n")
+    words = [sys.executable, "train.py", "--help"]
+    said = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False).stderr
+    assert "instal of extras.tracker has options but is no hook" in said
+    parts = extras.OneOwner()
+    parts.source, parts.writers = "usual", []
+    parts.complete()
+    for name in ("sources", "writers"):
+        with pytest.raises(AttributeError, match=f"{name} is no part to replace"):
+            setattr(parts, name, [])
+    parts.source = "one option's"
+    with pytest.raises(ValueError, match="two options replace the part source"):
+        parts.source = "another's"

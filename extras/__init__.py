@@ -18,8 +18,8 @@ ValueError. inflight.py replaces the engine (`parts.engine_kind`) and the source
 what the policy sends, `parts.policy["send"]`.
 
 A file that is not there has no options, and all else works without it. Nothing heavy is imported at
-the top of a file: --help imports all of them. What two files share stands in files that NAMES leaves
-out.
+the top of a file: --help imports all of them. What two files share stands in a file that is not one
+of NAMES.
 """
 
 from collections.abc import Callable, Iterator

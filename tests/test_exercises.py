@@ -69,27 +69,26 @@ def audit_head(engine, asked):
 
 
 # ------------------------------------------------------------------------------------------------ the traps
-TRAPS = [  # a function, its right code, the wrong one, and the message of a student's test
-    # The stop token outside the mask.
-    (rl.make_batch, "torch.float32)[:, 1:]", "torch.float32)[:, 1:] * (ids[:, 1:] != 9)", "response 5 9"),
-    # The std of equal rewards.
-    (objectives.centre, "groups - groups.gather(1, counted.argmax(dim=1, keepdim=True))", "groups", "carry no signal"),
-    # The product in 16 bits; a full softmax under top-k.
-    (token_logprobs, "torch.float32", "torch.bfloat16", "more digits than bfloat16"),
-    (token_logprobs, "mask_outside(logits, kept[chunk])", "logits", r"kept \[\[0, 2], \[1, 2]]"),
-    # 0 times infinity outside the mask.
-    (objectives.grpo, "(logprobs - denominator) * mask", "(logprobs - denominator)", "losses at the ratios"),
-    # A normaliser per micro-batch; the loss of the last one.
-    (accumulate, '(mask, "token", 1)[rows]', '(mask[rows], "token", 1)', r"gradient of .* \[\[1], \[0]]"),
-    (accumulate, "+= loss", "= loss", r"loss of .* \[\[1], \[0]]"),
-    # A weight with gradient; a weight on top of a two-policy ratio.
-    (objectives.truncated, "ratio.detach()", "ratio", "a weight is a constant"),
-    (importance_weights, '"off"', '"token"', "no second correction"),
-    # KL the wrong way round.
-    (metrics.of_mismatch, "(old_logprobs - behavior", "(behavior_logprobs - old", "mismatch_kl"),
-    # The dtype after the cast.
-    (audit_head, "if asked", "found = str(engine.logits().dtype)[6:]\n    if asked", "no error"),
-]
+# A function | its right code | the wrong one | the message of a student's test.
+TRAPS = r"""# The stop token outside the mask.
+rl.make_batch | torch.float32)[:, 1:] | torch.float32)[:, 1:] * (ids[:, 1:] != 9) | response 5 9
+# The std of equal rewards.
+objectives.centre | groups - groups.gather(1, counted.argmax(dim=1, keepdim=True)) | groups | carry no signal
+# The product in 16 bits; a full softmax under top-k.
+token_logprobs | torch.float32 | torch.bfloat16 | more digits than bfloat16
+token_logprobs | mask_outside(logits, kept[chunk]) | logits | kept \[\[0, 2], \[1, 2]]
+# 0 times infinity outside the mask.
+objectives.grpo | (logprobs - denominator) * mask | (logprobs - denominator) | losses at the ratios
+# A normaliser per micro-batch; the loss of the last one.
+accumulate | (mask, "token", 1)[rows] | (mask[rows], "token", 1) | gradient of .* \[\[1], \[0]]
+accumulate | += loss | = loss | loss of .* \[\[1], \[0]]
+# A weight with gradient; a weight on top of a two-policy ratio.
+objectives.truncated | ratio.detach() | ratio | a weight is a constant
+importance_weights | "off" | "token" | no second correction
+# KL the wrong way round.
+metrics.of_mismatch | (old_logprobs - behavior | (behavior_logprobs - old | mismatch_kl
+# The dtype after the cast.
+audit_head | if asked | if (found := str(engine.logits().dtype)[6:]) and asked | no error"""
 
 
 def red(monkeypatch):
@@ -109,8 +108,10 @@ def test_all_is_green_with_the_cores_functions_and_no_solution_is_shipped(monkey
     assert inspect.getsource(functions).count("raise NotImplementedError") == 8
 
 
-@pytest.mark.parametrize("function, right, wrong, message", TRAPS)
-def test_a_trap_turns_one_test_red_whose_message_names_it(function, right, wrong, message, monkeypatch):
+@pytest.mark.parametrize("trap", [line for line in TRAPS.splitlines() if line[0] != "#"])
+def test_a_trap_turns_one_test_red_whose_message_names_it(trap, monkeypatch):
+    name, right, wrong, message = trap.split(" | ")
+    function = eval(name)
     world = {**function.__globals__}
     exec(inspect.getsource(function).replace(right, wrong), world)
     monkeypatch.setitem(function.__globals__, function.__name__, world[function.__name__])

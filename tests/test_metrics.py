@@ -13,19 +13,15 @@ from report import metrics
 from rl import make_batch
 
 
-def scores_of(rows: list[Rollout]) -> torch.Tensor:
-    return torch.tensor([row.score for row in rows], dtype=torch.float64)
-
-
 def test_the_figures_of_rollouts_equal_hand_computed_values():
     """Two groups, one of them flat; one response is left out, one has no token."""
     values = (([0, 1, 2], "length", 1.0), ([2], "stop", 0.0), ([1, 1], "stop", math.nan), ([], "stop", 0.5))
     rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason, reward=reward,
-                    score=2 * reward, parts={"form": reward}, reward_error="x" if math.isnan(reward) else None)
+                    parts={"form": reward}, reward_error="x" if math.isnan(reward) else None)
             for versions, reason, reward in values]  # fmt: skip
     rows[3].parts, rows[2].parts, rows[3].prompt_version = {}, {}, 3
     has_signal = torch.tensor([[True, True], [False, False]])
-    assert metrics.of_rollouts(make_batch(rows), scores_of(rows), has_signal, 3) == {
+    assert metrics.of_rollouts(make_batch(rows), torch.tensor([2.0, 0.0, math.nan, 1.0]), has_signal, 3) == {
         "reward": 0.5, "reward/form": 0.5, "reward_errors": 1, "left_out": 1, "score": 1.0, "flat_frac": 0.5,
         "trunc_frac": 0.25, "response_len": 1.5, "tokens": 6, "staleness_max": 3, "staleness_mean": 3 - 7 / 6,
     }  # fmt: skip
@@ -40,7 +36,7 @@ def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones
         measured = {"entropy": batch.mask * (batch.behavior_logprobs + 2), "varentropy": batch.mask}
         batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask)
         current = batch.mask_rows([True] * 3 + [False] * stale)
-        figures = metrics.before_update(batch, current, measured, scores_of(rows), torch.ones(1, 1).bool(), 1,
+        figures = metrics.before_update(batch, current, measured, torch.ones(len(rows)), torch.ones(1, 1).bool(), 1,
                                         objective=OBJECTIVES["grpo"], clip=(0.2, 0.2), max_length=8)
         assert (figures["mismatch_max"] > 1) == (figures["staleness_max"] > 0) == bool(stale)
         return {name: value for name, value in figures.items() if re.match("current|backend|surprisal", name)}

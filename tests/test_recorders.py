@@ -88,18 +88,14 @@ def test_record_vllm_refuses_bad_input_before_vllm_is_imported(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ trainers
-def padded(table: list[list], side: str = "right") -> torch.Tensor:
-    return pad_sequence([torch.tensor(row) for row in table], batch_first=True, padding_side=side)
-
-
 def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tmp_path):
     """The attributes of TRL 1.16's trainer that the callback reads; docs/audit.md has the run with TRL itself."""
     trace, *_ = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))  # temperature 0.7
     rollouts = [Rollout(each.prompt_ids, None, each.token_ids[:end], each.logprobs[:end])
                 for end, each in enumerate(trace.rollouts[:16], 40)]  # fmt: skip
-    prompts = padded([each.prompt_ids for each in rollouts], "left")
-    tokens = padded([each.token_ids for each in rollouts])
-    logprobs = padded([each.logprobs for each in rollouts])
+    prompts, tokens, logprobs = (
+        pad_sequence([torch.tensor(getattr(each, name)) for each in rollouts], batch_first=True, padding_side=side)
+        for name, side in (("prompt_ids", "left"), ("token_ids", "right"), ("logprobs", "right")))  # fmt: skip
     batch = {"prompt_ids": prompts, "prompt_mask": prompts != 0, "completion_ids": tokens,
              "completion_mask": tokens != 0, "sampling_per_token_logps": logprobs, "old_per_token_logps": logprobs}
     trainer = SimpleNamespace(

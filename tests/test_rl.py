@@ -99,9 +99,10 @@ def test_the_head_computes_a_64th_of_a_gpus_memory_at_once_and_on_a_cpu_2_to_the
 # Four rows of at most four tokens. Row b has the prompt [b], so (B, T) has B = T.
 LENGTHS = [4, 2, 3, 4]
 TRAINED = [[True] * 4, [True] * 2, [True] * 3, [True, False, True, True]]
-OLD = torch.tensor([[-0.5, -1.0, -0.3, -2.0], [-0.7, -0.2, 0, 0], [-0.1, -0.9, -1.2, 0], [-0.4, -0.6, -0.8, -0.5]])
-MISMATCH = torch.tensor([[1e-3, -2e-3, 1e-3, 5e-4], [0.02, -0.03, 0, 0], [5.0, -0.1, 0.9, 0], [1.1, -0.1, -0.7, 0.05]])
-MOVED = torch.tensor([[0.3, -0.4, 0.05, 0.1], [0.1, 0.2, 0, 0], [-0.3, 0.3, 0.02, 0], [0.25, 0.1, -0.3, -0.2]])
+OLD, MISMATCH, MOVED = (torch.tensor([[*map(float, row.split())] for row in rows.split("; ")]) for rows in (
+    "-0.5 -1 -0.3 -2; -0.7 -0.2 0 0; -0.1 -0.9 -1.2 0; -0.4 -0.6 -0.8 -0.5",
+    "1e-3 -2e-3 1e-3 5e-4; 0.02 -0.03 0 0; 5 -0.1 0.9 0; 1.1 -0.1 -0.7 0.05",
+    "0.3 -0.4 0.05 0.1; 0.1 0.2 0 0; -0.3 0.3 0.02 0; 0.25 0.1 -0.3 -0.2"))  # fmt: skip
 CLIPS = {objectives.grpo: (0.2, 0.28), objectives.gspo: (0.05, 0.1), objectives.cispo: (None, 1.2)}
 
 
@@ -218,16 +219,23 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
         check_update(config_of(**usual, two_policy=True), [])
 
 
-@pytest.mark.parametrize("kl_coef, advantages, keep, reject, skipped", [
-    (0.0, (0.0, 0.0, 0.0, 0.0), True, None, 2), (0.0, (1.0, -1.0, 0.0, 0.0), True, None, 1),
-    (0.1, (0.0, 0.0, 1.0, 0.0), True, None, 0), (0.1, (1.0, -1.0, 2.0, 0.5), False, None, 2),
-    (0.0, (1.0, -1.0, 2.0, 0.5), True, lambda old, behavior, mask: (mask > 0, mask), 2),
-])  # fmt: skip
-def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(kl_coef, advantages, keep, reject, skipped):
-    table, batch = torch.nn.Parameter(OLD + MOVED), batch_of_four(torch.tensor(advantages)[:, None], (keep,) * 4)
-    metrics = updated(table, batch, config_of(kl_coef=kl_coef), 2, reject=reject)
+# Minibatches without a step | KL coefficient | advantages | all rows masked, or all tokens rejected.
+SIGNALS = """2 | 0 | 0 0 0 0 |
+1 | 0 | 1 -1 0 0 |
+0 | 0.1 | 0 0 1 0 |
+2 | 0.1 | 1 -1 2 0.5 | masked
+2 | 0 | 1 -1 2 0.5 | rejected"""
+
+
+@pytest.mark.parametrize("line", SIGNALS.splitlines())
+def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(line):
+    skipped, kl_coef, values, case = (part.strip() for part in line.split("|"))
+    skipped, advantages = int(skipped), torch.tensor([*map(float, values.split())])
+    table, batch = torch.nn.Parameter(OLD + MOVED), batch_of_four(advantages[:, None], (case != "masked",) * 4)
+    reject = (lambda old, behavior, mask: (mask > 0, mask)) if case == "rejected" else None
+    metrics = updated(table, batch, config_of(kl_coef=float(kl_coef)), 2, reject=reject)
     assert (metrics["skipped_updates"], metrics["updates"]) == (skipped, 2 - skipped)
-    assert metrics["kl_only_updates"] == (not any((*advantages[:2], skipped)))
+    assert metrics["kl_only_updates"] == (not advantages[:2].any() and not skipped)
     assert (metrics["loss"] is None) == (skipped == 2) == torch.equal(table, OLD + MOVED)
 
 

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from helpers import ROOT, forked, read_json, refusal
 
-from lab.cells import ALONE, METRICS, RUNGS, STUDIES
+from lab.cells import METRICS, STUDIES
 from lab.products import widen
 from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, main, paired, text_of
 from train import Config
@@ -102,13 +101,6 @@ def test_ones_own_ablation_begins_from_the_defaults_of_train(tmp_path):
     changed = {"model": "M", "lr": 1e-6, "out": str(run.folder), "parity": Config().flat()["parity"] | off}
     assert run.config.flat() == Config().flat() | changed
     assert len(off) == 4
-
-
-def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
-    switched_off = [set(words.split()) for words in RUNGS.values()]
-    assert [len(flags) for flags in switched_off] == [4, 3, 2, 1, 0]
-    assert all(fewer < more for more, fewer in pairwise(switched_off))
-    assert switched_off[0] == set(ALONE.values())
 
 
 # ------------------------------------------------------------------------------------------------ the table

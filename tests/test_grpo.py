@@ -260,15 +260,3 @@ def test_what_page_reads_as_a_number():
 
 def test_page_is_one_page():
     assert len((ROOT / "grpo.py").read_text().splitlines()) <= 300
-
-
-@pytest.mark.engine  # it starts none, but the page imports vllm
-def test_what_page_leaves_out_is_in_the_files_that_it_names():
-    import grpo
-
-    left_out = grpo.__doc__.partition("Left out, but in ")[2]
-    places = re.findall(r"\((\S+)\)", left_out)
-    assert len(places) > 5
-    assert [place for place in places if not (ROOT / place).exists() and not (ROOT / "extras" / place).exists()] == []
-    options = re.findall(r"--([a-z-]+)", left_out)
-    assert {option.replace("-", "_") for option in options} <= train.Config().defaults().keys()

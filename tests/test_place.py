@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import SMALL, command, refusal, train_here
+from helpers import ROOT, SMALL, command, refusal, train_here
 
 from probe.__main__ import main
 from probe.place import METRICS, ROWS
 
-DATA, PAGE = Path(__file__).parent / "data", Path(__file__).parents[1] / "docs" / "probe.md"
+DATA = ROOT / "tests" / "data"
 
 
 def place(capsys, log: Path, *dtype: str) -> tuple[int, dict[str, str]]:
@@ -93,6 +93,6 @@ def test_a_file_that_is_no_log_is_refused_in_one_sentence(capsys, tmp_path, text
 
 
 def test_the_table_of_the_page_is_that_of_the_code():
-    section = PAGE.read_text().split("\n## Is my mismatch normal?\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "probe.md").read_text().split("\n## Is my mismatch normal?\n")[1].split("\n## ")[0]
     cells = [re.split(r" *\| *", line.strip("| ")) for line in section.splitlines() if line.startswith("| ")][2:]
     assert {label: tuple(map(float, numbers[:2])) for label, *numbers in cells} == ROWS

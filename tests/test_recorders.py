@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import policy_in, qwen2, run_script
+from helpers import ROOT, policy_in, qwen2, run_script
 from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout
@@ -20,7 +20,7 @@ from examples.record_vllm import SETTINGS
 from probe.diagnose import diagnose
 from probe.traces import load_traces
 
-ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
+DATA = ROOT / "tests" / "data"
 MODEL = str(DATA / "tiny-qwen2")
 
 

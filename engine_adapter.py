@@ -227,6 +227,10 @@ SETTINGS = [
 ]
 
 
+# In place of two defaults of V1 that no option brings back.
+ALWAYS = {"generation_config": "vllm", "disable_cascade_attn": True}
+
+
 def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
     """What the start asks for, by argument, and the audit must then find."""
     return {setting.argument: setting.fixed if parity.in_force(setting.flag, setting.variant)
@@ -276,7 +280,7 @@ class Engine:
         self._memory_released = False  # by vLLM's sleep
         self._request_ids = map(str, itertools.count())
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
-        self.wanted = wanted_settings(parity) | (further or {})
+        self.wanted = ALWAYS | wanted_settings(parity) | (further or {})
         torch.cuda.empty_cache()  # what the trainer has freed while it was built
         # A model that vLLM cannot run fails in here.
         with verify.start_errors(self, f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"):
@@ -293,9 +297,7 @@ class Engine:
                 # vLLM only checks at start that this share is free; the size is given above.
                 gpu_memory_utilization=0.1,
                 # Autotuning is slow, and its choice of kernels is not reproducible.
-                enable_flashinfer_autotune=False,
-                # Two defaults of V1 that no option brings back.
-                generation_config="vllm", disable_cascade_attn=True)
+                enable_flashinfer_autotune=False)
             self.checked = verify.at_start(self)
         Engine.live = self  # before the audit: an engine that fails it can be closed
         self.settings = verify.audit(self)

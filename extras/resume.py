@@ -31,6 +31,13 @@ def check(config: Any, options: Options) -> None:
                          " empty cache has no stale block); try another --out")
 
 
+def check_machine(config: Any, options: Options) -> None:
+    out = Path(config.out)
+    if not options.resume and ((out / "config.json").exists() or checkpoints(out)):
+        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or"
+                         " choose another --out")
+
+
 def install(run: Any, options: Options, parts: Any) -> None:
     if not options.resume:
         return

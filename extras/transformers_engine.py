@@ -56,9 +56,19 @@ def install(run: Any, options: Options, parts: Any) -> None:
     if options.engine == "transformers":
         parts.engine_kind = TransformersEngine
         parts.engine.clear()
+    if options.engine == "transformers" or options.eval_trainer_alone:
+        parts.with_model.append(refuse_recurrent)
     if options.eval_trainer_alone:
         parts.at_begin.append(lambda trainer, record: parts.evaluations.append(
             partial(evaluate_alone, Alone(trainer), run)))
+
+
+def refuse_recurrent(model: torch.nn.Module) -> None:
+    """Before any file is written. Raises: ValueError if the KV cache cannot serve the model."""
+    if model._is_stateful:
+        raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
+                         " (transformers cannot drop a row of their state);"
+                         " try --engine vllm --no-eval-trainer-alone")
 
 
 class Alone(Source):
@@ -83,14 +93,9 @@ def evaluate_alone(source: Alone, run: Any, answers: Callable) -> dict[str, Any]
 def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
     """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run.
 
-    Raises: ValueError if transformers' KV cache cannot serve the model, or if its head is another
-    one than the policy's.
+    Raises: ValueError if the model's head is another one than the policy's.
     """
     check_head(policy)
-    if policy.model._is_stateful:
-        raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
-                         " (transformers cannot drop a row of their state);"
-                         " try --engine vllm --no-eval-trainer-alone")
     token = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     cache = policy.model.base_model(input_ids=token, use_cache=True).past_key_values
     # Keys and values of a rollout; with sliding windows an upper bound.

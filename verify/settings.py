@@ -50,11 +50,16 @@ READERS = {
     and engine.core.batch_queue is not None,
     "head_dtype": observed_head_dtype,
     "max_logprobs": lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
+    "generation_config": lambda engine: engine.llm.vllm_config.model_config.generation_config,
+    # Model runner V1 of 0.32 has no cascade attention.
+    "disable_cascade_attn": lambda engine:
+        not getattr(engine.runner, "cascade_attn_enabled", False),
     "model_dtype": lambda engine: dtype_name(next(engine.vllm_model.parameters()).dtype),
     "cudagraph_mode": lambda engine:
         engine.llm.vllm_config.compilation_config.cudagraph_mode.name,
 }  # fmt: skip
-ECHOED = ["max_logprobs", "inflight_update"]  # not observed: from the configuration alone
+# Not observed: from the configuration alone.
+ECHOED = ["max_logprobs", "generation_config", "inflight_update"]
 
 
 def audit(engine: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ PART = {
     "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[recompute]":
         "V2's request states over a sleep; last tokens exchanged",
     # The rest.
-    "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[raw+prefix]":
+    "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[raw+head+prefix]":
         "the probe on V2; a temperature that is not applied",
     "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[no mask]": "the same",
     "test_resume.py::test_a_run_with_the_real_engine": "V2 draws a seed for each request; seeds of the system",

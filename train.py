@@ -31,14 +31,7 @@ from torch import Tensor
 import extras
 import tasks.options
 import verify
-from engine_adapter import (
-    Engine,
-    ParityFlags,
-    Rollout,
-    Sampling,
-    Source,
-    reseed,
-)
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source, reseed
 from extras import Flat
 from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
 from report import metrics
@@ -56,23 +49,9 @@ from report.errors import (
     stop_on_signals,
     within,
 )
-from report.files import (
-    TABLES,
-    append_rows,
-    checkpoints,
-    record_of,
-    save_checkpoint,
-    save_policy,
-)
+from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
 from report.log import answer_line, log, settings_lines
-from rl import (
-    Batch,
-    Minibatches,
-    Optimizer,
-    Policy,
-    in_micro_batches,
-    make_batch,
-)
+from rl import Batch, Minibatches, Optimizer, Policy, in_micro_batches, make_batch
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
 from verify import distribution

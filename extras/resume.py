@@ -14,8 +14,7 @@ from report.files import TABLES, checkpoints, read_rows
 
 NOT_OF_THE_EXPERIMENT = {"resume"}
 # Options of earlier versions, with the value that is in force without them.
-REMOVED = {"plain": False, "exact": False, "weight_decay": 0.0, "grad_clip": 1.0,
-           "old_policy": "recompute"}
+REMOVED = {"plain": False, "exact": False, "weight_decay": 0.0, "grad_clip": 1.0}
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,14 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
         return None
     earlier = earlier_run(run.out)
     free = run.config.flat().keys() - run.config.experiment.keys()
-    # An option that is younger than the run had its default there.
-    before = run.config.defaults() | REMOVED | earlier["config"]
-    before = {name: value for name, value in before.items() if name not in free}
+    before = {name: value for name, value in of_today(run.config, earlier["config"]).items()
+              if name not in free}
     refuse_changes("options", run.config.experiment | REMOVED, before)
-    refuse_changes("model and its task", run.files, earlier["files"])
+    # The toy's weights decide, because earlier versions wrote more into its JSON files.
+    files, before = ({name: digest for name, digest in each.items()
+                      if not (name.startswith("toy/") and name.endswith(".json"))}
+                     for each in (run.files, earlier["files"]))
+    refuse_changes("model and its task", files, before)
     refuse_other_prompts(run.task.prompts_record, earlier["prompts"])
     if not paths:
         # At most step 0 and the steps up to the first checkpoint.
@@ -89,6 +91,14 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
         raise ValueError(f"steps must be at least {state['step']}, the checkpoint's, got"
                          f" {options.steps}")
     return state
+
+
+def of_today(config: Any, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Options of an earlier run under today's names. One that is younger had its default there."""
+    found = config.defaults() | REMOVED | earlier
+    if found.pop("old_policy", "recompute") == "rollout":
+        found["two_policy"] = True
+    return found
 
 
 def earlier_run(out: Path) -> dict[str, Any]:

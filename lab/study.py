@@ -46,6 +46,7 @@ import torch
 import tyro
 
 import lab
+from extras.resume import of_today
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
@@ -157,7 +158,9 @@ class Run:
 
     def check_options(self) -> None:
         """Of a finished run. Raises: ValueError if it had other options."""
-        stored, wanted = read_json(self.folder / MARK)["options"], self.options
+        stored = read_json(self.folder / MARK)["options"]
+        stored, wanted = (json.loads(json.dumps(of_today(self.config, options)))
+                          for options in (stored, self.options))
         changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
                    for key in stored | wanted if stored.get(key) != wanted.get(key)]
         if changed:

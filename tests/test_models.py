@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import config_of, qwen2, read_json, small_model
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging
 
 import extras
 from engine_adapter import Rollout
@@ -43,14 +42,6 @@ def test_an_exported_folder_has_the_umasks_mode_and_the_sampling_of_the_training
     assert found.pop("transformers_version")
     asked = {"do_sample": True, "temperature": 0.7, "eos_token_id": [EOS, 0], "pad_token_id": 0}
     assert found == asked | mask
-
-
-def test_a_load_leaves_transformers_as_talkative_as_it_was(good):
-    usual = logging.get_verbosity()
-    for verbosity in (logging.DEBUG, usual):
-        logging.set_verbosity(verbosity)
-        extras.folder(str(good / "model")).load(torch.float32)
-        assert logging.get_verbosity() == verbosity
 
 
 def test_a_value_that_is_no_number_among_several_is_refused_and_nothing_is_kept():

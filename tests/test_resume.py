@@ -17,6 +17,8 @@ import torch
 from helpers import command, forked, outcome, read_json, refusal, tensors, train_here
 
 import train
+from extras.resume import REMOVED, of_today
+from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
@@ -112,6 +114,11 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(r
     finally:
         shutil.rmtree(root)
         kept.rename(root)
+
+
+def test_an_earlier_runs_options_have_todays_names_and_the_defaults_of_then():
+    earlier = of_today(Config(), {"old_policy": "rollout", "lr": 1.0})
+    assert earlier == Config().defaults() | REMOVED | {"two_policy": True, "lr": 1.0}
 
 
 def test_with_a_constant_rate_a_run_goes_on_for_more_steps(root, tmp_path, capsys):

@@ -419,10 +419,11 @@ class Engine:
             if str(output.finish_reason) not in FINISH_REASONS:
                 raise RuntimeError(f"vLLM ended a request with {output.finish_reason}")
             rollout = self._requests[output.request_id]
-            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K): the sampled token, the likeliest
+            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K)
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
             if self.collect:
-                self.collect(rollout, ids[:, 1:], logprobs[:, 1:])
+                likeliest = slice(1, None)  # columns; column 0 is the sampled token
+                self.collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]

@@ -28,6 +28,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isfunction, signature
+from types import ModuleType
 from typing import Any
 
 import tyro
@@ -39,15 +40,20 @@ NAMES = (
     "offload", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
     "tracker", "multimodal", "transformers4", "export_sampling")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}
-FILES = {name: import_module(f"extras.{name}") for name in NAMES if find_spec(f"extras.{name}")}
-for file in FILES.values():
-    functions = [value for value in vars(file).values() if isfunction(value)]
-    for function in functions:
-        if function.__module__ != file.__name__:
-            continue
-        if function.__name__ not in HOOKS and "options" in signature(function).parameters:
+
+
+def read(name: str) -> ModuleType:
+    """The file of one name. Raises a TypeError for a function like a hook that is none."""
+    file = import_module(f"extras.{name}")
+    for function in filter(isfunction, vars(file).values()):
+        own = function.__module__ == file.__name__
+        if own and function.__name__ not in HOOKS and "options" in signature(function).parameters:
             raise TypeError(f"{function.__name__} of {file.__name__} has options but is no hook, so"
                             f" nothing would call it; hooks are {', '.join(sorted(HOOKS))}")
+    return file
+
+
+FILES = {name: read(name) for name in NAMES if find_spec(f"extras.{name}")}
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --lora.lora-rank
 # May change at --resume; the prompts have a digest of their own.
 NOT_OF_THE_EXPERIMENT = {"out", "cache_dir", "reward_workers", "chat_template_args"}.union(

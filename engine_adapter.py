@@ -43,6 +43,8 @@ class Sampling:
     temperature: float  # 0 is greedy
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    # Of the Rollout, after each of its tokens: whether an option ends it here.
+    ends: Callable[["Rollout"], bool] = field(default=lambda rollout: False, repr=False)
 
     def __post_init__(self):
         within(self, 1, MANY, "max_new_tokens")
@@ -424,8 +426,12 @@ class Engine:
             if self.collect:
                 likeliest = slice(1, None)  # columns; column 0 is the sampled token
                 self.collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
-            if output.finish_reason is not None:
+            if rollout.sampling.ends(rollout):
+                rollout.finish_reason = "stop"
+                self.llm.engine_core.abort_requests([output.request_id])
+            elif output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
+            if rollout.finish_reason:
                 del self._requests[output.request_id]
 
     # ------------------------------------------------------------------------------ sleep, wake

@@ -157,7 +157,7 @@ class TransformersEngine(Engine):
             chosen = at_targets(logprobs, tokens).tolist()
             for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):
                 rollout.append([token], [logprob], self.weight_version)
-                if token in sampling.stop_token_ids:
+                if token in sampling.stop_token_ids or sampling.ends(rollout):
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
                     rollout.finish_reason = "length"

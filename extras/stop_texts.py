@@ -1,0 +1,97 @@
+"""`--stop`: a response ends with the token that completes one of these texts.
+
+For base models, which go on after their answer. vLLM stops at a text where it makes text of tokens,
+in the front end that this program leaves out. The reward gets the text before the stop text, and
+the loss all tokens, because they are what was sampled.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from report.errors import MANY
+from tasks import Task
+
+ENDINGS = {"stop_text_frac": " | {stop_text_frac:.0%} ended by a stop text"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where a response ends besides its stop tokens."""
+
+    # Texts that end a response, such as `Question:`; the reward does not see them. In bash a line
+    # break is $'\n'.
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if "" in self.stop:
+            raise ValueError("stop must not be empty (each response would end at once)")
+
+
+def check_task(run: Any, options: Options) -> Any:
+    """The run with a sampling that ends at the texts, and a task that reads the text before."""
+    if not options.stop:
+        return run
+    for text in options.stop:
+        if "\\n" in text:
+            print(f"notice: --stop {text!r} has a backslash and an n, which are no line break; in"
+                  " bash $'\\n' is one", flush=True)
+    task = StoppedTask(**{own.name: getattr(run.task, own.name) for own in fields(Task)},
+                       stop=options.stop)
+    ends = StopTexts(run.task.tokenizer, options.stop)
+    return replace(run, task=task, sampling=replace(run.sampling, ends=ends))
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    def observe(step: Any) -> dict[str, float]:
+        ended = [rollout.finish_reason == "stop"
+                 and rollout.token_ids[-1] not in run.sampling.stop_token_ids
+                 for rollout in step.batch.rollouts]
+        return {"stop_text_frac": sum(ended) / len(ended)}
+
+    if options.stop:
+        parts.observers.append(observe)
+
+
+class StopTexts:
+    """Whether the last token of a rollout completes one of the texts.
+
+    To save time the last few tokens are decoded, and only if the last one's own text has the last
+    character of a stop text.
+
+    Raises: ValueError for a text that no token can complete.
+    """
+
+    def __init__(self, tokenizer: Any, texts: tuple[str, ...]):
+        self.tokenizer, self.texts = tokenizer, texts
+        # Twice, because some tokenizers omit the space at the beginning of a text.
+        pairs = tokenizer.batch_decode([[token, token] for token in range(len(tokenizer))])
+        self.completing: set[int] = set()
+        for text in texts:
+            # A token that has a part of a character's bytes is decoded to the second one.
+            characters = {text[-1]} if text.isascii() else {text[-1], "\ufffd"}
+            completing = {token for token, pair in enumerate(pairs) if characters & {*pair}}
+            if not completing:
+                raise ValueError(f"stop must be a text of the tokenizer, which has no {text[-1]!r},"
+                                 f" got {text!r}")
+            self.completing |= completing
+        # A token has at least a byte. Four more, because the first character may be cut off.
+        self.window = 4 + max(len(text.encode()) for text in texts)
+        if "" in pairs:
+            self.window = MANY
+
+    def __call__(self, rollout: Any) -> bool:
+        if rollout.token_ids[-1] not in self.completing:
+            return False
+        text = self.tokenizer.decode(rollout.token_ids[-self.window :])
+        return any(stop in text for stop in self.texts)
+
+
+@dataclass(frozen=True)
+class StoppedTask(Task):
+    """A task whose responses are read up to the first of the stop texts."""
+
+    stop: tuple[str, ...] = ()
+
+    def text_of(self, rollout: Any) -> str:
+        text = super().text_of(rollout)
+        return min((text.partition(stop)[0] for stop in self.stop), key=len)

@@ -58,6 +58,7 @@ class Batch:
     prompt_lengths: Tensor
     rollouts: Any = None  # (B,) numpy array of the rollouts, for what is not a tensor
     old_logprobs: Tensor | None = None
+    entropy: Tensor | None = None  # before the update, nats
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
     # The next three are set by train.with_loss_terms.

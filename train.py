@@ -410,7 +410,7 @@ def train_step(trainer: Trainer, step: int) -> Step:
                                     config.micro_batch_tokens, policy.pack)
     with clock("old_logprobs"):
         measured = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
-    batch = replace(batch, old_logprobs=measured["logprobs"],
+    batch = replace(batch, old_logprobs=measured["logprobs"], entropy=measured["entropy"],
                     ref_logprobs=measured.get("ref_logprobs"))
     advantages = OBJECTIVES[config.objective].advantages  # (B, 1), or (B, T)
     batch = replace(batch, advantages=advantages(
@@ -443,20 +443,20 @@ def has_loss(rollout: Rollout, config: Config) -> bool:
 
 
 # ---------------------------------------------------------------------------------- update
-# (old_logprobs, behavior_logprobs, mask) -> which tokens get no policy gradient (B, T), bool, and
-# those that the loss's mean counts (B, T)
-TokenFilter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean counts
+# (B, T)
+TokenFilter = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
 def with_loss_terms(
     batch: Batch, minibatches: Minibatches, config: Config, token_filter: TokenFilter | None
 ) -> Batch:
     """The batch with the ratio's denominator, the correction and the weights of the loss."""
-    both_sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = CORRECTIONS[config.tis](*both_sides, config.tis_cap)  # (B, T)
+    correction = CORRECTIONS[config.tis](  # (B, T)
+        batch.old_logprobs, batch.behavior_logprobs, batch.mask, config.tis_cap)
     averaged = batch.mask  # the tokens of the loss's mean
     if token_filter:
-        rejected, averaged = token_filter(*both_sides)
+        rejected, averaged = token_filter(batch)
         correction = correction * ~rejected
     token_weights = torch.zeros_like(batch.mask)
     for micro_batches in minibatches:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from objectives import MAX_LOG_WEIGHT, OBJECTIVES, kl_k3, row_ratio, token_ratio
 from report.errors import LARGEST, SMALLEST, within
+from rl import Batch
 
 ENDINGS = {"rejected_frac": " | {rejected_frac:.1%} of tokens rejected"}
 
@@ -46,11 +47,10 @@ class Rejection(NamedTuple):
     whole_rows: bool = False
     mean: Literal["all", "kept"] = "all"  # tokens that the loss's mean counts, as in the source
 
-    def __call__(
-        self, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What is rejected (B, T), bool, and the tokens that the loss's mean counts (B, T)."""
-        statistic = self.statistic(old_logprobs, behavior_logprobs, mask)
+        mask = batch.mask
+        statistic = self.statistic(batch.old_logprobs, batch.behavior_logprobs, mask)
         rejected = ((statistic < self.bounds[0]) | (statistic > self.bounds[1])) & (mask > 0)
         if self.whole_rows:
             rejected = rejected.any(dim=1, keepdim=True) & (mask > 0)
@@ -129,6 +129,5 @@ def check(config: Any, options: Options) -> None:
 
 
 def install(run: Any, options: Options, parts: Any) -> None:
-    """A function of old_logprobs, behavior_logprobs and mask, which the update calls."""
     if options.rule:
         parts.token_filter = options.rule

@@ -1,6 +1,7 @@
 """Weights and rejections against the definitions in their sources, and when they are refused."""
 
 import math
+from collections import namedtuple
 from itertools import product
 
 import pytest
@@ -10,6 +11,8 @@ from helpers import config_of
 from engine_adapter import ParityFlags
 from extras.rejection import REJECTIONS, Options
 from objectives import CORRECTIONS
+
+Sides = namedtuple("Sides", "old_logprobs behavior_logprobs mask")
 
 
 def ragged(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,7 +59,7 @@ def test_weights_and_rejections_equal_their_definitions_on_60_ragged_batches():
             torch.testing.assert_close(weights[inside], expected, rtol=1e-9, atol=0)
             assert not weights[~inside].any()
         for name, rule in REJECTIONS.items():
-            rejected, counted = rule(*batch)
+            rejected, counted = rule(Sides(*batch))
             assert torch.equal(rejected[inside], torch.cat([by_name[name] for _, by_name in rows])), name
             assert not rejected[~inside].any()
             assert torch.equal(counted > 0, inside & ~rejected if name == "sequence" else inside)
@@ -69,7 +72,7 @@ def test_sequence_mask_of_trl_is_a_choice_of_options():
     rule = Options(reject="sequence", reject_low=1e-30, reject_high=3, reject_mean="all").rule
     summed, mask = torch.tensor([[-9.0], [-0.5], [1.0], [1.2]]), torch.tensor([[1.0, 1.0, 0.0]]).expand(4, 3)
     sides = summed * mask / 2, torch.zeros(4, 3), mask
-    rejected, counted = rule(*sides)
+    rejected, counted = rule(Sides(*sides))
     weights = CORRECTIONS["sequence"](*sides, 3) * ~rejected
     torch.testing.assert_close(weights, summed.exp() * (summed < math.log(3)) * mask)
     assert torch.equal(counted, mask)

@@ -86,12 +86,12 @@ def test_without_the_file_of_an_extra_the_job_runs(name, tmp_path):
 
 @pytest.mark.parametrize("name", CORE)
 def test_no_core_file_has_a_word_of_an_extra(name):
-    """The name of a file, an option or a class. `engine` is also the engine, `sampling_mask` a fix."""
+    """The name of a file, an option or a class. `engine` is also the engine, `sampling_mask` a fix, `stop` a reason."""
     words = set(OPTIONS).union(*OPTIONS.values())
     for file in OPTIONS:
         tree = ast.parse((ROOT / "extras" / f"{file}.py").read_text())
         words |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    words -= {"engine", "sampling_mask", "Options", "Folder"}
+    words -= {"engine", "sampling_mask", "stop", "Options", "Folder"}
     nodes = list(ast.walk(ast.parse((ROOT / f"{name}.py").read_text())))
     used = {value for node in nodes for field in ("id", "attr", "arg", "name", "value", "module")
             if isinstance(value := getattr(node, field, None), str)}

@@ -170,7 +170,7 @@ def check_update(config: Config, case: list[str], reject: Rejection | None = Non
 
     sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
     weights = CORRECTIONS[config.tis](*sides, config.tis_cap)
-    rejected, counted = reject(*sides) if reject else (batch.mask > 1, batch.mask)
+    rejected, counted = reject(batch) if reject else (batch.mask > 1, batch.mask)
     kept, counted = (batch.mask > 0) & ~rejected, counted > 0
     assert (0 < rejected.sum() < 12) == bool(reject)
     now, width, expected = (OLD + MOVED).double().requires_grad_(), 4 // num_minibatches, []
@@ -232,7 +232,7 @@ def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(line):
     skipped, kl_coef, values, case = (part.strip() for part in line.split("|"))
     skipped, advantages = int(skipped), torch.tensor([*map(float, values.split())])
     table, batch = torch.nn.Parameter(OLD + MOVED), batch_of_four(advantages[:, None], (case != "masked",) * 4)
-    reject = (lambda old, behavior, mask: (mask > 0, mask)) if case == "rejected" else None
+    reject = (lambda batch: (batch.mask > 0, batch.mask)) if case == "rejected" else None
     metrics = updated(table, batch, config_of(kl_coef=float(kl_coef)), 2, reject=reject)
     assert (metrics["skipped_updates"], metrics["updates"]) == (skipped, 2 - skipped)
     assert metrics["kl_only_updates"] == (not advantages[:2].any() and not skipped)

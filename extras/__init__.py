@@ -15,7 +15,8 @@ the command line. A file has what it needs of, in the order in which a run uses 
 Each hook of each file is called, so a file asks itself whether its option is given. Checks raise a
 ValueError. inflight.py replaces the engine (`parts.engine_kind`) and the source of rollouts
 (`parts.source`). lora.py adds a function of the loaded model to `parts.with_model`, which also sets
-what the policy sends, `parts.policy["send"]`.
+what the policy sends, `parts.policy["send"]`. What such a function adds to `parts.at_end` prepares
+the model for its folder and returns a function that undoes it: keep_best.py saves during a run.
 
 A file that is not there has no options, and all else works without it. Nothing heavy is imported at
 the top of a file: --help imports all of them. What two files share stands in a file that is not one
@@ -38,7 +39,7 @@ NAMES = (
     "rotary_table", "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs", "inflight",
     "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing", "prompts_once",
     "offload", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
-    "tracker", "multimodal", "transformers4", "export_sampling")  # fmt: skip
+    "tracker", "multimodal", "transformers4", "export_sampling", "keep_best")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}
 
 

@@ -5,7 +5,7 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 `--lora-forward merged` the trainer computes with this very weight. docs/fixes.md has the reasons.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,9 +137,18 @@ class Adapters(EngineWeights):
         own = {name: each for name, each in weights.items() if ".lora_" not in name}
         return replaced(own, self.layers.values(), AdaptedLinear.merged)
 
-    @torch.no_grad()
-    def merge(self) -> None:
-        """The model becomes an ordinary one, with merged weights and without adapters."""
+    def merge(self) -> Callable[[], None]:
+        """The model becomes an ordinary one, with merged weights and without adapters, until the
+        function that is returned is called. The merged weights are in host memory.
+        """
+        own = {name: layer.weight.data for name, layer in self.layers.items()}
         for name, layer in self.layers.items():
-            layer.weight.copy_(layer.merged())
+            layer.weight.data = layer.merged().cpu()
             self.model.set_submodule(name, layer.plain[0])
+
+        def undo() -> None:
+            for name, layer in self.layers.items():
+                layer.weight.data = own[name]
+                self.model.set_submodule(name, layer)
+
+        return undo

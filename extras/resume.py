@@ -67,8 +67,9 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
         return None
     earlier = earlier_run(run.out)
     free = run.config.flat().keys() - run.config.experiment.keys()
-    before = {name: value for name, value in of_today(run.config, earlier["config"]).items()
-              if name not in free}
+    before = of_today(run.config, earlier["config"])
+    refuse_other_rates(options, before)
+    before = {name: value for name, value in before.items() if name not in free}
     refuse_changes("options", run.config.experiment | REMOVED, before)
     # The toy's weights decide, because earlier versions wrote more into its JSON files.
     files, before = ({name: digest for name, digest in each.items()
@@ -91,6 +92,18 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
         raise ValueError(f"steps must be at least {state['step']}, the checkpoint's, got"
                          f" {options.steps}")
     return state
+
+
+def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
+    """Raises: ValueError if the run to be resumed has other learning rates at its steps."""
+    now, then = ((each["steps"], each["lr_decay"]) for each in (vars(config), before))
+    if now != then and "linear" in now + then:
+        raise ValueError(
+            f"steps and lr_decay must stay {then} (the rate of each step depends on both, and a"
+            f" linear one ends at 0), got {now}; try a new run from the trained policy with --model"
+            f" {config.out}/policy and another --out (its masters, Adam's moments and KL reference"
+            " are new), or --lr-decay none from the start; python -m lab.export CHECKPOINT writes"
+            " the policy of an unfinished run")
 
 
 def of_today(config: Any, earlier: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""A run's folder: held by one process, resumed from what is whole, left whole by kills and by a full disk.
+"""A run's folder: held by one process, resumed from what is whole, left whole by kills and by a full disk; the folders
+of the best policy and of a checkpoint.
 
 tests/long/kills.py of commit aae883d kills whole jobs with a real engine at random moments.
 """
 
+import json
+import math
 import os
 import re
 import resource
@@ -14,10 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, forked, outcome, read_json, refusal, tensors, train_here
+from helpers import command, forked, outcome, read_json, refusal, rows, tensors, train_here
 
 import train
 from extras.resume import REMOVED, of_today
+from lab import export
+from report.files import save_policy
 from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
@@ -102,18 +107,22 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(root, kind, capsys):
-    spoil, complaint = REFUSED[kind]
+@pytest.fixture
+def spoilable(root):
+    """The run's folder, which is whole again after the test."""
     kept = shutil.copytree(root, root.with_name("kept"))
-    try:
-        spoil(root / "run")
-        before = {path: path.read_bytes() for path in root.glob("run/*.jsonl")}
-        assert complaint.format(root=root) in refusal(options(root, root / "run", "--resume"), capsys)
-        assert {path: path.read_bytes() for path in root.glob("run/*.jsonl")} == before
-    finally:
-        shutil.rmtree(root)
-        kept.rename(root)
+    yield root / "run"
+    shutil.rmtree(root)
+    kept.rename(root)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(root, spoilable, kind, capsys):
+    spoil, complaint = REFUSED[kind]
+    spoil(spoilable)
+    before = {path: path.read_bytes() for path in spoilable.glob("*.jsonl")}
+    assert complaint.format(root=root) in refusal(options(root, spoilable, "--resume"), capsys)
+    assert {path: path.read_bytes() for path in spoilable.glob("*.jsonl")} == before
 
 
 def test_an_earlier_runs_options_have_todays_names_and_the_defaults_of_then():
@@ -129,6 +138,81 @@ def test_with_a_constant_rate_a_run_goes_on_for_more_steps(root, tmp_path, capsy
     assert outcome(out) == outcome(root / "run")
     record = read_json(out / "config.json")
     assert (record["config"]["steps"], record["resumed"][0]["config"]["steps"]) == (2, 4)
+
+
+# ------------------------------------------------------------------------------------------------ folders of a model
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def valued(monkeypatch) -> None:
+    """Evaluations of steps 0 to 4 have these values."""
+    evaluate, values = train.evaluate, [None, 0.5, math.nan, 0.5, 0.6]
+    monkeypatch.setattr("train.evaluate", lambda *where: evaluate(*where) | {"eval_agree": values[where[1]]})
+
+
+@pytest.mark.parametrize("more", ["", "--lora-rank 4 --dtype float16 --top-p 0.9"])
+def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that_without(
+        root, tmp_path, more, valued, monkeypatch, capsys):
+    words = options(root, tmp_path / "usual", "--eval-every", "1", *more.split())
+    train_here(words)
+    out, written = tmp_path / "run", []
+    monkeypatch.setattr("extras.keep_best.save_policy", lambda *run: (written.append(1), save_policy(*run)))
+    words = [*words, "--out", str(out), "--keep-best", "eval_agree"]
+    train_here(words)
+    assert repr(outcome(out)) == repr(outcome(tmp_path / "usual"))  # NaN
+    assert len(written) == 2
+    export.main([str(checkpoint(out, 4))])
+    export.main([str(checkpoint(out, 3)), "--to", str(tmp_path / "new" / "third")])
+    policy, best = contents(out / "policy"), contents(out / "best")
+    note = {"step": 4, "metric": "eval_agree", "value": 0.6}
+    assert json.loads(best.pop("best.json")) == note
+    assert policy == best == contents(out / "policy_000004")
+    assert contents(tmp_path / "new" / "third")["model.safetensors"] != policy["model.safetensors"]
+    assert not {*out.glob("best.*"), *out.glob("policy_000004.*")}
+    torn(out)  # the step of the best policy comes again, and is not better
+    train_here([*words, "--resume"])
+    assert f"{out}/best stays, of step 4, which is after the checkpoint" in capsys.readouterr().out
+    assert len(written) == 2 and repr(outcome(out)) == repr(outcome(tmp_path / "usual"))
+
+
+def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, tmp_path, capsys):
+    out, other = tmp_path / "run", tmp_path / "other"
+    words = options(root, out, "--steps", "2", "--keep-best")
+    assert "must be a metric of evaluations (a" in refusal([*words, "reward"], capsys)
+    with pytest.raises(SystemExit):
+        train_here([*words, "eval_rewards"])
+    assert "must be one of eval_agree, eval_reward, eval_reward_greedy, eval_reward_" in capsys.readouterr().err
+    train_here([*words, "eval_reward", "--resume"])
+    shutil.copytree(out / "best", other / "best")
+    of_another = "no best policy of another run or metric, {}/best has one of eval_reward; move it away"
+    for where, more in (out, ["eval_agree", "--resume"]), (other, ["eval_reward", "--out", str(other)]):
+        assert of_another.format(where) in refusal([*words, *more], capsys)
+    (other / "best" / "best.json").unlink()  # a user's folder
+    assert "best.json failed: FileNotFoundError" in refusal([*words, *more], capsys)
+
+
+# (what is changed, the complaint), as above
+NOT_EXPORTED = {
+    "no file": (lambda f: checkpoint(f, 4).unlink(), "must be a file of checkpoints/ that is there and whole, {root}/"),
+    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "step_000004.pt is not"),
+    "no config": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
+    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "changed or gone are {root}/model/config.json, {root}/m"),
+    "weights": (lambda f: weights(f.parent / "model"), "changed or gone are {root}/model/model.safetensors"),
+    "a folder": (lambda f: (f / "policy_000004").mkdir(), "to must be a new folder, {root}/run/policy_000004 is there"),
+    "tensors": (lambda f: torch.save({"step": 4, "policy": {"wte": torch.ones(1)}}, checkpoint(f, 4)),
+                "others are model.embed_tokens.weight, "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOT_EXPORTED)
+def test_a_checkpoint_that_cannot_be_exported_is_refused_and_nothing_is_written(root, spoilable, kind, capsys):
+    spoil, complaint = NOT_EXPORTED[kind]
+    spoil(spoilable)
+    before = {*root.rglob("*")}
+    assert complaint.format(root=root) in refusal([str(checkpoint(spoilable, 4))], capsys, export.main)
+    assert {*root.rglob("*")} == before
 
 
 # ------------------------------------------------------------------------------------------------ other processes
@@ -164,15 +248,33 @@ def test_a_run_under_nohup_ignores_sighup(capsys):
 
 
 @pytest.mark.engine
-def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(good, tmp_path):
-    words = options(good, tmp_path / "killed", "--engine", "vllm", "--steps", "3", "--lr-decay", "linear")
-    train_here([*words, "--out", str(tmp_path / "whole")])
-    process = forked(signalled_run, words, signal.SIGKILL, tmp_path / "said")
+def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(
+        good, tmp_path, capsys):
+    """So is its best policy. The folder of a checkpoint has its step's answers; a new run goes on from policy/."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    words = options(good, killed, "--engine", "vllm", "--steps", "3", "--lr-decay", "linear", "--eval-every", "1")
+    best = "--keep-best", "eval_reward"
+    train_here([*words, *best, "--out", str(whole)])
+    process = forked(signalled_run, [*words, *best], signal.SIGKILL, tmp_path / "said")
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert checkpoint(tmp_path / "killed", 1).exists()
-    train_here([*words, "--resume"])
-    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+    export.main([str(checkpoint(killed, 1))])
+    train_here([*words, *best, "--resume"])
+    assert outcome(killed) == outcome(whole)
+    assert contents(killed / "best") == contents(whole / "best")
+    said = refusal([*words, "--resume", "--steps", "5"], capsys)
+    assert "steps and lr_decay must stay (3, 'linear') (the rate" in said and f"--model {killed}/policy and" in said
+    for step, folder, steps in ((1, "policy_000001", "0"), (3, "policy", "1")):
+        out = tmp_path / folder
+        train_here([*words, "--model", str(killed / folder), "--out", str(out), "--steps", steps])
+        assert greedy(out, 0) == greedy(killed, step)
+
+
+def greedy(out: Path, step: int) -> tuple:
+    """Figures and responses of an evaluation that have no random stream."""
+    row = rows(out)[step]
+    responses = [each["response"] for each in rows(out, "samples") if (each["step"], each["mode"]) == (step, "greedy")]
+    return row["eval_reward_greedy"], row["eval_agree"], responses
 
 
 def test_a_refused_command_changes_no_file_and_a_librarys_error_has_its_traceback(good, tmp_path, capsys, monkeypatch):

@@ -53,7 +53,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         parts.writers.append(lambda row: keep(trainer.policy.model, row))
 
     def keep(model: Any, row: dict[str, Any]) -> None:
-        names = sorted(each for each in row if each.startswith("eval_"))
+        names = sorted(metric for metric in row if metric.startswith("eval_"))
         if names and name not in names:
             raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
         value = row.get(name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import tyro
 from helpers import ROOT, command, config_of, read_json, refusal, rows, train_here
-from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from extras.memory import CONTEXT, GIB, phases, without_memory
 from extras.memory_check import ERROR, install
@@ -24,10 +24,11 @@ PARAMETERS = 1000 * 256 + 4 * (2 * 256**2 + 2 * 256 * 128 + 256 + 2 * 128 + 3 * 
 HEAD = 4 * 2**18 * 4  # chunks of 2^18 logits
 
 
-def terms(phase: str, **options) -> dict[str, float]:
+def terms(phase: str, kind: str = "qwen2", **options) -> dict[str, float]:
     job = dict(dtype="bfloat16", micro_batch_tokens=1024, max_new_tokens=64, kv_cache_gib=2.0, max_num_seqs=10,
                prompts_once=False)  # fmt: skip
-    return phases(config_of(**job | options), without_memory(Qwen2Config(**SHAPE)), 100, 2**18)[phase]
+    return phases(config_of(**job | options), without_memory(AutoConfig.for_model(kind, **SHAPE)), 100,
+                  2**18)[phase]
 
 
 def test_full_training_has_18_bytes_a_parameter_in_16_bits_and_adapters_have_16_each_beside_the_frozen_2():
@@ -72,9 +73,11 @@ def test_the_formulas_are_right_for_what_an_h200_and_an_h100_measured():
             assert abs(ratio - 1) < ERROR, (name, cell, phase)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_activations_are_what_autograd_keeps(dtype):
-    model, kept = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(getattr(torch, dtype)), {}
+@pytest.mark.parametrize(("kind", "dtype"), [  # the last one has torch's LayerNorm and an MLP without a gate
+    ("qwen2", "bfloat16"), ("qwen2", "float32"), ("starcoder2", "bfloat16")])  # fmt: skip
+def test_the_activations_are_what_autograd_keeps(kind, dtype):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE)).to(getattr(torch, dtype))
+    kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -85,7 +88,8 @@ def test_the_activations_are_what_autograd_keeps(dtype):
         hidden = model.model(input_ids=torch.zeros(4, 256, dtype=torch.long)).last_hidden_state
     for parameter in model.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
-    assert (terms("update", dtype=dtype)["activations"] - HEAD) / sum(kept.values()) == pytest.approx(1.0, abs=0.15)
+    computed = terms("update", kind, dtype=dtype)["activations"] - HEAD
+    assert computed / sum(kept.values()) == pytest.approx(1.0, abs=0.15)
     assert hidden.requires_grad  # the graph was alive while the bytes were counted
 
 
@@ -99,7 +103,7 @@ COLUMNS = "weights", "optimizer", "gradients", "activations", "engine", "context
 SMALL = "--gradient-checkpointing --offload-optimizer"
 
 
-def computed(shape: str, words: str) -> list[list[str]]:
+def table(shape: str, words: str) -> list[list[str]]:
     """Columns of the page's table, and their sum, for each phase."""
     config = tyro.cli(Options, args=shlex.split(words))
     model = without_memory(Qwen2Config(**SHAPES[shape], tie_word_embeddings=True))
@@ -110,7 +114,7 @@ def computed(shape: str, words: str) -> list[list[str]]:
 
 
 def peak(shape: str, words: str) -> str:
-    return max((row[-1] for row in computed(shape, words)), key=float)
+    return max((row[-1] for row in table(shape, words)), key=float)
 
 
 def test_the_pages_figures_are_those_of_its_commands():
@@ -118,7 +122,7 @@ def test_the_pages_figures_are_those_of_its_commands():
     ours = re.search(r"lab\.memory (--gib .*?) The", page)[1]
     recipe = re.search(r"train\.py (--out runs/gsm8k.*?) For", page)[1]
     smaller = re.search(r"For 24 GB: `(.*?)`", page)[1]
-    for row in (*computed("qwen2.5-1.5b", ours), *computed("qwen2.5-1.5b", f"{ours} {SMALL}")):
+    for row in (*table("qwen2.5-1.5b", ours), *table("qwen2.5-1.5b", f"{ours} {SMALL}")):
         assert f"| {' | '.join(row)} |" in page
     assert f"(computed peak {peak('qwen2.5-0.5b', f'{recipe} --gib 40')} GiB with 40 GB;" in page
     assert f"(computed peak {peak('qwen2.5-0.5b', f'{recipe} {smaller} --gib 24')} GiB)" in page

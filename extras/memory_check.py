@@ -1,4 +1,4 @@
-"""`--gpu-gib`: a run prints its computed peak, and is refused before its weights if it cannot fit.
+"""`--gpu-memory-gib`: a run prints its computed peak. If it cannot fit, it is refused.
 
 extras/memory.py has the formulas. On a CPU nothing is computed without the option.
 """
@@ -24,13 +24,13 @@ class Options:
 
     # GiB that a run must fit into, also those of a GPU that is not here; if not given, all of the
     # GPU that is here. A run that cannot fit is refused.
-    gpu_gib: float | None = None
+    gpu_memory_gib: float | None = None
 
     def __post_init__(self):
-        within(self, SMALLEST, 1e6, "gpu_gib")
+        within(self, SMALLEST, 1e6, "gpu_memory_gib")
 
 
-NOT_OF_THE_EXPERIMENT = {"gpu_gib"}
+NOT_OF_THE_EXPERIMENT = {"gpu_memory_gib"}
 
 
 def install(run: Any, options: Options, parts: Any) -> None:
@@ -39,7 +39,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
     Raises: ValueError if the certain terms of a phase exceed the memory, or if all its terms exceed
     it by more than ERROR. With --steps 0 there is no update.
     """
-    config, gib = run.config, options.gpu_gib
+    config, gib = run.config, options.gpu_memory_gib
     if gib is None and torch.cuda.is_available():
         gib = torch.cuda.mem_get_info()[1] / GIB
     if gib is None:
@@ -71,7 +71,8 @@ def install(run: Any, options: Options, parts: Any) -> None:
     for terms in by_phase.values():
         certain = sum(size for name, size in terms.items() if name not in ESTIMATES)
         if max(certain, sum(terms.values()) / (1 + ERROR)) > gib * GIB:
-            raise ValueError(f"the run must fit into the GPU (gpu_gib), got a {computed}")
+            raise ValueError("the run must fit into the GPU (or into --gpu-memory-gib), got a"
+                             f" {computed}")
     if peak > gib:
         computed += f"; it may NOT fit (measured peaks are within {ERROR:.0%} of computed ones)"
     print(f"memory: {computed}", flush=True)

@@ -129,10 +129,11 @@ def test_the_pages_figures_are_those_of_its_commands():
 
 
 # ------------------------------------------------------------------------------------------------ a run
-def said(capsys, model: object = None, **options) -> str:
+def said(capsys, gib: float, model: object = None, **options) -> str:
     """What the check says of a run with prompts of 512 tokens, or why it refuses it."""
     job = dict(dtype="bfloat16", max_new_tokens=1024, micro_batch_tokens=8192, kv_cache_gib=16.0, steps=1)
-    config, model = config_of(**job | options), model or Qwen2Config(**SHAPES["qwen2.5-1.5b"], tie_word_embeddings=True)
+    config = config_of(gpu_memory_gib=gib, **job | options)
+    model = model or Qwen2Config(**SHAPES["qwen2.5-1.5b"], tie_word_embeddings=True)
     run, folder = SimpleNamespace(config=config, max_model_len=512 + 1024), SimpleNamespace(config=lambda: model)
     try:
         install(run, config.memory_check, SimpleNamespace(folder=folder))
@@ -144,7 +145,7 @@ def said(capsys, model: object = None, **options) -> str:
 @pytest.mark.parametrize(("gib", "steps", "outcome"), [  # certain are 26.0 GiB in the update, and 39.1 to generate
     (50, 1, "fits"), (41, 1, "may NOT"), (39.5, 1, "refused"), (39.5, 0, "may NOT"), (39, 0, "refused")])
 def test_only_what_cannot_fit_is_refused(gib, steps, outcome, capsys):
-    line = said(capsys, gpu_gib=gib, steps=steps)
+    line = said(capsys, gib, steps=steps)
     assert f"computed peak 48.3 of {gib:.1f} GiB in update (generate 41.7); most is saved by --lora-rank 16 (" in line
     assert outcome in line or (outcome == "fits" and line.endswith("(25.6)\n"))
 
@@ -152,21 +153,21 @@ def test_only_what_cannot_fit_is_refused(gib, steps, outcome, capsys):
 def test_the_option_that_saves_most_is_one_that_the_run_may_have(capsys):
     """Adapters cannot be probed, and experts get none. A model that cannot be built is a notice."""
     adapters = {"lora_rank": 16, "gradient_checkpointing": True}
-    assert "saved by --kv-cache-gib 8.0 (16.6)" in said(capsys, gpu_gib=1000.0, **adapters)
-    assert "saved by --gradient-checkpointing (47.4)" in said(capsys, gpu_gib=1000.0, probe_every=1)
-    assert "saved by --offload" in said(capsys, AutoConfig.for_model("mixtral", num_hidden_layers=2), gpu_gib=1000.0)
-    unknown = said(capsys, AutoConfig.for_model("gemma3n_text"), gpu_gib=1.0)
+    assert "saved by --kv-cache-gib 8.0 (16.6)" in said(capsys, 1000, **adapters)
+    assert "saved by --gradient-checkpointing (47.4)" in said(capsys, 1000, probe_every=1)
+    assert "saved by --offload" in said(capsys, 1000, AutoConfig.for_model("mixtral", num_hidden_layers=2))
+    unknown = said(capsys, 1, AutoConfig.for_model("gemma3n_text"))
     assert unknown.startswith("notice: the memory of this run cannot be computed: TypeError")
 
 
 def test_the_command_refuses_before_the_run_is_accepted(good, tmp_path, capsys):
-    why = refusal(command(good, f"--out {tmp_path} --kv-cache-gib 4 --gpu-gib 2.5"), capsys)
-    assert "error: the run must fit into the GPU (gpu_gib), got a computed peak 5.5 of 2.5 GiB in generate" in why
+    why = refusal(command(good, f"--out {tmp_path} --kv-cache-gib 4 --gpu-memory-gib 2.5"), capsys)
+    assert "the run must fit into the GPU (or into --gpu-memory-gib), got a computed peak 5.5 of 2.5 GiB" in why
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.engine
 def test_the_first_lines_of_a_run_have_its_peak_and_the_run_goes_on(good, tmp_path, capsys):
-    train_here(command(good, f"--out {tmp_path} --steps 0 --eval-problems 4 --gpu-gib 24"))
+    train_here(command(good, f"--out {tmp_path} --steps 0 --eval-problems 4 --gpu-memory-gib 24"))
     assert "\nmemory: computed peak 1.8 of 24.0 GiB in generate (update 1.5); most" in capsys.readouterr().out
     assert len(rows(tmp_path)) == 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from engine_adapter import Engine, Sampling
-from lab.memory import GIB, phases
+from extras.memory import GIB, phases, without_memory
 from report.clock import Clock
 from report.files import append_rows
 from rl import Batch
@@ -91,7 +91,8 @@ def main(arguments: list[str]) -> None:
     trainer, model = begin(run, parts, policy, engine), policy.model
     longest = max(map(len, run.task.prompts))
     formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
-               phases(config, model.config, longest, policy.head.chunk_elements).items()}
+               phases(config, without_memory(model.config), longest,
+                      policy.head.chunk_elements).items()}
     for step in range(1, config.steps + 1):
         done = train_step(trainer, step)
         for observe in parts.observers:

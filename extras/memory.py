@@ -1,0 +1,99 @@
+"""The memory of a run on one GPU, as a formula: bytes of each term in each phase of a step.
+
+Full training in 16 bits holds 18 bytes a parameter in the update: weights 2, fp32 masters 4, Adam's
+moments 8, gradients 4. With --lora-rank R it holds 2 a parameter and 16 for each of the adapters,
+which are R times the sum of in + out over the linear layers of the body.
+
+Shared by extras/memory_check.py, lab/memory.py and lab/bench.py.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import LayerNorm
+
+from extras.linear_layers import linear_layers, only_linear_layers
+
+GIB = 2**30
+CONTEXT = 1.5 * GIB  # estimate: CUDA context, workspaces, vLLM's buffers that sleep does not free
+HEAD_CHUNKS = 4  # chunks of logits that the head holds at once, in fp32
+
+
+def without_memory(model_config: Any) -> torch.nn.Module:
+    """The model on torch's meta device: shapes alone, in 0.03 s for 0.5B and 7B parameters."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config)
+
+
+def phases(
+    config: Any, model: torch.nn.Module, prompt_tokens: int, chunk_elements: int
+) -> dict[str, dict[str, float]]:
+    """Bytes by term, in the phases with the largest peaks. `model` gives shapes alone.
+
+    Activations of a layer, a position: 16 H for the norms, which compute in fp32, and
+    b (8 H + 4 I) for attention and MLP, with b bytes a number; 2 I in an MLP without a gate.
+    Attention's scores are not kept (flash attention). With checkpointing each layer keeps its
+    input, and one layer all of this.
+
+    Raises: ValueError with adapters if the model has experts.
+    """
+    given = config.flat()  # without the file of an option its name is not there
+    of_model = model.config
+    size = getattr(torch, config.dtype).itemsize
+    parameters = sum(each.numel() for each in model.parameters())
+    weights = size * parameters
+    linear, adapters = linear_layers(model).values(), 0
+    if given.get("lora_rank"):
+        only_linear_layers(model, "lora_rank must be 0", "get adapters")
+        adapters = given["lora_rank"] * sum(sum(each.weight.shape) for each in linear)
+    trained = adapters or parameters
+    copied = 4 * adapters or weights  # bytes
+    hidden, layers = of_model.hidden_size, of_model.num_hidden_layers
+    inner = getattr(of_model, "intermediate_size", None) or 4 * hidden
+    # torch's own LayerNorm keeps no more than its input.
+    norms = 16 * hidden * (not any(isinstance(each, LayerNorm) for each in model.modules()))
+    # What the MLPs' first matrices give: gate and up, one of both, or one without a gate.
+    wide = sum(each.out_features for each in linear if each.out_features in (inner, 2 * inner))
+    numbers = 8 * layers * hidden + 2 * (wide or 2 * layers * inner)
+    checkpointed = given.get("gradient_checkpointing")
+    positions = num_positions(
+        config, model, prompt_tokens, given.get("prompts_once") and not checkpointed)
+    activations = positions * (layers * norms + size * numbers)
+    if checkpointed:
+        activations = layers * positions * size * hidden + activations / layers
+    masters = 0 if adapters or size == 4 else 4 * trained  # adapters are fp32, their own masters
+    probed = given.get("probe_every") or given.get("probe_on_alarm")
+    copies = bool(config.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
+    always = {"weights": weights + 4 * adapters + copies * copied, "context": CONTEXT}
+    optimizer = {"optimizer": masters + 8 * trained}
+    # The engine of the trainer's own modules has the trainer's weights.
+    engine = {"engine": weights * ("engine" not in config.given) + config.kv_cache_gib * GIB}
+    # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
+    sampler = {"sampler": 4 * config.max_num_seqs * of_model.vocab_size * 4}
+    generate = always | engine | sampler
+    if not given.get("offload_optimizer"):
+        generate |= optimizer
+    head = HEAD_CHUNKS * min(chunk_elements, positions * of_model.vocab_size) * 4
+    update = always | optimizer | {"gradients": 4 * trained, "activations": activations + head}
+    kept = config.parity.inflight_keep  # sleep would drop the KV cache
+    if given.get("inflight_groups") and kept:
+        update |= engine
+    return {"generate": generate, "update": update}
+
+
+def num_positions(
+    config: Any, model: torch.nn.Module, prompt_tokens: int, prompts_once: bool
+) -> float:
+    """The positions of the largest micro-batch, with `prompts_once` each prompt for its group."""
+    longest = prompt_tokens + config.max_new_tokens
+    rows = config.num_prompts * config.group_size // config.num_minibatches
+    positions = min(max(config.micro_batch_tokens, longest), rows * longest)
+    if prompts_once:
+        from extras.prompts_once import can_share_prompts
+
+        if can_share_prompts(model):
+            siblings = min(config.group_size, positions // longest)
+            positions *= (config.max_new_tokens + prompt_tokens / siblings) / longest
+    return positions

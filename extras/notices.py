@@ -105,4 +105,4 @@ def say_why_loss_is_0(config: Any, row: dict[str, Any]) -> None:
     if max(abs(row["loss"]), abs(row["ratio_mean"] - 1)) < 0.05:
         print(f"    loss {row['loss']:.1e}, about 0 as it should be: the ratio is about 1 (mean"
               f" {row['ratio_mean']:.4f}) and the advantages of a group sum to 0; the gradient is"
-              f" not 0 (gnorm {norm:.2g})", flush=True)
+              f" not 0 (gnorm {norm:.3g})", flush=True)

@@ -39,7 +39,7 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     loss, norm = table[1]["loss"], table[1]["grad_norm"]
     assert abs(loss) < ROUNDING < norm
-    begins, ends = f"    loss {loss:.1e}, about 0 as it should be: the ratio is", f"is not 0 (gnorm {norm:.2g})"
+    begins, ends = f"    loss {loss:.1e}, about 0 as it should be: the ratio is", f"is not 0 (gnorm {norm:.3g})"
     assert shown[1].startswith(begins) and shown.pop(1).endswith(ends)  # of the first step alone
     greedy = [row for row in rows(out, "samples") if row["mode"] == "greedy"]
     assert shown == [*map(answer_line, greedy[::4])]  # the first of each evaluation

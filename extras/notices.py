@@ -1,7 +1,10 @@
-"""Notices at the start of a run: what is often wrong with its prompts, and is no error."""
+"""Notices at the start of a run: what is often wrong with its prompts, and is no error; and why the
+loss of its first step is about 0.
+"""
 
 import re
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from report.errors import one_line
@@ -88,3 +91,18 @@ def both_texts(tokenizer: Any, problem: Problem, data: Any) -> str:
     ours, theirs = (shown(tokenizer.decode(prompt)[start:], 160, 0)
                     for prompt in (problem.prompt_ids, ids))
     return f"the prompt of {problem.source} has {ours}, the template's own {theirs}"
+
+
+def install(run: Any, options: Any, parts: Any) -> None:
+    parts.writers.append(partial(say_why_loss_is_0, run.config))
+
+
+def say_why_loss_is_0(config: Any, row: dict[str, Any]) -> None:
+    """At the first step, of a loss with a clipped ratio; cispo's has log-probabilities in it."""
+    norm = row.get("grad_norm")
+    if row["step"] != 1 or not norm or config.clip[0] is None:
+        return
+    if max(abs(row["loss"]), abs(row["ratio_mean"] - 1)) < 0.05:
+        print(f"    loss {row['loss']:.1e}, about 0 as it should be: the ratio is about 1 (mean"
+              f" {row['ratio_mean']:.4f}) and the advantages of a group sum to 0; the gradient is"
+              f" not 0 (gnorm {norm:.3g})", flush=True)

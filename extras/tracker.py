@@ -1,6 +1,6 @@
 """`--tracker`: the numbers of metrics.jsonl go to trackio, wandb or TensorBoard, too.
 
-None of the three is in requirements.txt. The run has its folder's name there.
+None of the three is in requirements.txt. A resumed run goes on in the same run of the library.
 """
 
 import json
@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Literal
 
+from report.errors import replace_file
+
+# Arguments of wandb.init that the environment decides; wandb reads its other variables itself.
+WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "name": "WANDB_NAME",
+         "id": "WANDB_RUN_ID", "dir": "WANDB_DIR", "resume": "WANDB_RESUME"}  # fmt: skip
 NOT_OF_THE_EXPERIMENT = {"tracker"}
 
 
@@ -30,7 +36,8 @@ def check_machine(config: Any, options: Options) -> None:
 
 def install(run: Any, options: Options, parts: Any) -> None:
     def begin(trainer: Any, record: dict[str, Any]) -> None:
-        tracker = Tracker(options.tracker, run.out, record, parts.first_step)
+        first_step = parts.first_step if parts.checkpoint else 0
+        tracker = Tracker(options.tracker, run.out, record, first_step)
         parts.writers.append(tracker.log)
         parts.at_end.append(tracker.close)
 
@@ -39,29 +46,56 @@ def install(run: Any, options: Options, parts: Any) -> None:
 
 
 class Tracker:
-    """`log` takes a row; wandb sends nothing with WANDB_MODE=offline."""
+    """`log` takes a row. A resumed run repeats steps, from `first_step` on.
 
-    def __init__(self, library: str, out: Path, config: dict[str, Any], first_step: int = 1):
-        self.writer = None
+    TensorBoard replaces them, wandb and trackio do not. wandb ignores a step that is not its
+    highest, or shifts it in the upload of an offline run. So `step` is a column there, the x axis.
+    """
+
+    def __init__(self, library: str, out: Path, config: dict[str, Any], first_step: int):
+        self.writer, self.of_wandb = None, library == "wandb"
         if library == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            # A resumed run repeats steps.
             self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
             self.writer.add_text("config", json.dumps(config))
             return
-        os.environ.setdefault("WANDB_DIR", str(out))
+        arguments = arguments_of_run(library, out)
+        if "resume" in arguments:
+            print(f"{library} replaces no row: those that it has from step {first_step} on stay"
+                  " beside the new ones, and the last before a kill may be missing", flush=True)
         self.library = import_module(library)  # both have these functions
-        self.library.init(project="grpo", name=out.name, config=config)
+        self.library.init(**arguments, config=config)
+        if self.of_wandb:
+            self.library.define_metric("*", step_metric="step")
 
     def log(self, row: dict[str, Any]) -> None:
+        step = row["step"]
         numbers = {name: value for name, value in row.items()
                    if isinstance(value, int | float) and name != "step"}
-        if self.writer is None:
-            self.library.log(numbers, step=row["step"])
-            return
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, row["step"])
+        if self.of_wandb:
+            self.library.log(numbers | {"step": step})
+        elif self.writer is None:
+            self.library.log(numbers, step=step)
+        else:
+            for name, value in numbers.items():
+                self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         (self.writer.close if self.writer else self.library.finish)()
+
+
+def arguments_of_run(library: str, out: Path) -> dict[str, str]:
+    """What `init` knows the run by, stored before it is called, so that a kill loses no run."""
+    path, number, environment = out / f"{library}.json", token_hex(4), {}
+    arguments = {"project": "grpo", "name": f"{out.name}-{number}"}  # trackio's has no other id
+    if library == "wandb":
+        arguments |= {"name": out.name, "id": number}
+        environment = {"dir": str(out)} | {
+            argument: os.environ[variable] for argument, variable in WANDB.items()
+            if os.environ.get(variable)}
+    if path.exists():
+        arguments |= json.loads(path.read_text()) | {"resume": "allow"}
+    arguments |= environment
+    replace_file(path, json.dumps(arguments))
+    return arguments

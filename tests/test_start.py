@@ -1,6 +1,7 @@
 """The first minute: what is missing is said in a sentence, what is harmless is not, and who else gets the numbers."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,30 +45,36 @@ def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_missing_tracker_is_refused_and_the_one_of_a_run_gets_every_number(good, tmp_path, monkeypatch, capsys):
-    """With a module in place of trackio and wandb, which have these three functions."""
+def test_a_missing_tracker_is_refused_and_a_resumed_run_goes_on_in_one_run_of_it(good, tmp_path, monkeypatch, capsys):
+    """With a module in place of wandb. The run is resumed before its first checkpoint, in another shell."""
     given, out = [], tmp_path / "mine"
     library = SimpleNamespace(
         init=lambda **options: given.append(json.loads(json.dumps(options))), finish=lambda: given.append("finished"),
-        log=lambda numbers, step: given.append((step, numbers)), __spec__="is installed")  # fmt: skip
+        log=given.append, define_metric=lambda *names, **options: None, __spec__="is installed")  # fmt: skip
     arguments = command(good, f"--engine transformers --steps 1 --probe-every 1 --tracker wandb --out {out}", *SMALL)
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "tracker must be installed, wandb is not: pip install wandb" in refusal(arguments, capsys)
     monkeypatch.setitem(sys.modules, "wandb", library)
-    monkeypatch.setenv("WANDB_DIR", "")
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
     train_here(arguments)
-    numbers = [(row.pop("step"), {name: value for name, value in row.items() if value not in (None, "parity")})
-               for row in rows(out)]  # fmt: skip
-    record = read_json(out / "config.json")
-    assert given == [{"project": "grpo", "name": "mine", "config": record}, *numbers, "finished"]
-    assert "grad_norm" not in numbers[1][1] and "probe" not in numbers[1][1]
+    monkeypatch.delenv("WANDB_PROJECT")
+    shutil.rmtree(out / "checkpoints")
+    assert "wandb replaces no row" not in capsys.readouterr().out
+    train_here([*arguments, "--resume"])
+    assert "wandb replaces no row: those that it has from step 0 on stay" in capsys.readouterr().out
+    numbers = [{name: value for name, value in row.items() if value not in (None, "parity")} for row in rows(out)]
+    started, *first, resumed = given[:5]
+    assert resumed == started | {"config": read_json(out / "config.json"), "resume": "allow"}
+    assert (started["project"], started["name"], len(started["id"])) == ("ours", "mine", 8)
+    assert first[2:] + given[5:] == ["finished", *numbers, "finished"]
+    assert "grad_norm" not in numbers[1] and "probe" not in numbers[1]
 
 
 def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for steps in ((0, 1), (1,)):
-        tracker = Tracker("tensorboard", tmp_path, {}, first_step=1)
-        for step in steps:
+    for first in (0, 1):
+        tracker = Tracker("tensorboard", tmp_path, {}, first)
+        for step in range(first, 2):
             tracker.log({"step": step, "reward": 0.25})
         tracker.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from helpers import built, rows
+from helpers import ROUNDING, built, rows
 from matplotlib.figure import Figure
 
 from extras import ENDINGS
@@ -22,7 +22,8 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **named: (
         save(figure, *given, **named), drawn.append(figure)))  # fmt: skip
     began = time.perf_counter()
-    train(built(good, out, eval_problems=4, max_new_tokens=6, eval_every=2, steps=3))
+    train(built(good, out, eval_problems=4, max_new_tokens=6, eval_every=2, steps=3, task=str(good / "task.py"),
+                group_size=8, temperature=2.0, objective="gspo", num_minibatches=1))  # fmt: skip
     whole = time.perf_counter() - began
     table = rows(out)
     assert ["eval_reward" in row for row in table] == [True, False, True, True]
@@ -36,6 +37,10 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     assert whole >= second >= (took[0] + took[1]) / 2
     assert last == 0.0
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    loss, norm = table[1]["loss"], table[1]["grad_norm"]
+    assert abs(loss) < ROUNDING < norm
+    begins, ends = f"    loss {loss:.1e}, about 0 as it should be: the ratio is", f"is not 0 (gnorm {norm:.3g})"
+    assert shown[1].startswith(begins) and shown.pop(1).endswith(ends)  # of the first step alone
     greedy = [row for row in rows(out, "samples") if row["mode"] == "greedy"]
     assert shown == [*map(answer_line, greedy[::4])]  # the first of each evaluation
 

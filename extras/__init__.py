@@ -36,9 +36,9 @@ import tyro
 # In the order in which they are installed.
 NAMES = (
     "rotary_table", "sampling_mask", "prefix_cache", "cuda_graphs", "inflight",
-    "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing", "prompts_once",
-    "offload", "rejection", "resume", "notices", "idle_switches", "live_probe", "self_noise",
-    "tracker", "multimodal", "transformers4", "export_sampling")  # fmt: skip
+    "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing", "adapter_folder",
+    "prompts_once", "offload", "rejection", "resume", "notices", "idle_switches", "live_probe",
+    "self_noise", "tracker", "multimodal", "transformers4", "export_sampling")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}
 
 

@@ -60,7 +60,8 @@ def install(run: Any, options: Options, parts: Any) -> None:
     folder = options.adapter
 
     def begin(model: torch.nn.Module) -> None:
-        adapters = parts.policy["send"]  # set by lora.py
+        # Of lora.py. gradient_checkpointing.py comes before: it needs an adapter in each layer.
+        adapters = parts.policy["send"]
         if folder:
             start(adapters, *read(folder))
         parts.at_end.append(lambda: write(adapters, run))

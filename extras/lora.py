@@ -31,12 +31,13 @@ class Options:
     def __post_init__(self):
         within(self, 0, MANY, "lora_rank")
         within(self, SMALLEST, LARGEST, "lora_alpha")
-        if not self.lora_rank and (self.lora_alpha, self.lora_forward) != (32.0, "merged"):
-            raise ValueError("lora_alpha and lora_forward need lora_rank (without it there are no"
-                             " adapters), got 0; try --lora-rank 16")
 
 
 def check(config: Any, options: Options) -> None:
+    adapters = config.given & {"lora_rank", "adapter"}
+    if not adapters and config.given & {"lora_alpha", "lora_forward"}:
+        raise ValueError("lora_alpha and lora_forward need lora_rank (without it there are no"
+                         " adapters), got 0; try --lora-rank 16")
     if options.lora_forward == "added" and "engine" not in config.given:
         # Counts as a fix that is off: the engine's weights are rounded, the trainer's not.
         for correction in config.given & {"tis", "reject"}:
@@ -136,6 +137,12 @@ class Adapters(EngineWeights):
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         own = {name: each for name, each in weights.items() if ".lora_" not in name}
         return replaced(own, self.layers.values(), AdaptedLinear.merged)
+
+    def keep(self, names: set[str]) -> None:
+        """Only these layers have adapters."""
+        for name in self.layers.keys() - names:
+            self.model.set_submodule(name, self.layers.pop(name).plain[0])
+        self.name += f", of which {len(self.layers)} keep theirs"
 
     def merge(self) -> Callable[[], None]:
         """The model becomes an ordinary one, with merged weights and without adapters, until the

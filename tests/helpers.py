@@ -362,12 +362,12 @@ def rewrite(name: str, **changes) -> Callable[[Path], None]:
     return change
 
 
-def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+def tensors(change: Callable[[dict], object], name: str = "model.safetensors") -> Callable[[Path], None]:
     """Change the table of tensors."""
     def rewrite(folder: Path) -> None:
-        table = load_file(folder / "model.safetensors")
+        table = load_file(folder / name)
         change(table)
-        save_file(table, folder / "model.safetensors", {"format": "pt"})
+        save_file(table, folder / name, {"format": "pt"})
 
     return rewrite
 

@@ -1,0 +1,144 @@
+"""`--adapter`: training starts from the adapters in a folder of PEFT.
+
+A run with adapters also leaves such a folder, OUT/adapter, which PEFT and vLLM load on its model.
+What a folder can contain that would have no effect here is refused by its name.
+"""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from report.errors import printable, stage
+from report.files import digest_of
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# Entries of CONFIG that are read here, or that say nothing of an adapter which is already trained.
+KNOWN = {"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules",
+         "layers_to_transform", "layers_pattern", "base_model_name_or_path", "lora_dropout",
+         "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
+         "revision", "task_type"}
+# Any other is empty or has one of these values. Other initial values change the model's weights.
+ALLOWED = {"peft_type": ["LORA"], "bias": ["none"],
+           "init_lora_weights": [True, "gaussian", "orthogonal"]}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Adapters of PEFT."""
+
+    # A folder with adapter_config.json and adapter_model.safetensors: training starts from these
+    # adapters, on the model of --model, with their rank, alpha and layers.
+    adapter: str | None = None
+
+    def __post_init__(self):
+        printable(self, "adapter")
+
+
+def check_task(run: Any, options: Options) -> Any:
+    """The run with the folder's rank and alpha. Raises: ValueError if they are given, too."""
+    folder, config = options.adapter, run.config
+    if not folder:
+        return None
+    entries, _ = read(folder)
+    if given := sorted(config.given & {"lora_rank", "lora_alpha"}):
+        raise ValueError(f"{' and '.join(given)} must not be given with adapter ({folder} has R ="
+                         f" {entries['r']} and alpha = {entries['lora_alpha']:g})")
+    print(f"notice: the adapters in {folder} were trained on"
+          f" {entries.get('base_model_name_or_path')} with a dropout of"
+          f" {entries.get('lora_dropout', 0)}; here they are on {config.model}, without dropout",
+          flush=True)
+    lora = replace(config.lora, lora_rank=entries["r"], lora_alpha=entries["lora_alpha"])
+    return replace(run, config=replace(config, lora=lora))
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    folder = options.adapter
+
+    def begin(model: torch.nn.Module) -> None:
+        # Of lora.py. gradient_checkpointing.py comes before: it needs an adapter in each layer.
+        adapters = parts.policy["send"]
+        if folder:
+            start(adapters, *read(folder))
+        parts.after_save.append(
+            lambda model, policy: write(adapters, run, policy.with_name("adapter")))
+
+    if folder:
+        run.files.update({f"{folder}/{name}": digest_of(Path(folder, name))
+                          for name in (CONFIG, TENSORS)})
+    if run.config.given & {"adapter", "lora_rank"}:
+        parts.with_model.append(begin)
+
+
+def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The entries of CONFIG, with alpha as of a scale alpha / R, and the tensors by their names.
+
+    Raises: ValueError if a file cannot be read, or if an entry would have no effect here.
+    """
+    from safetensors.torch import load_file
+
+    with stage(f"reading the adapters in {folder}"):
+        config = dict(json.loads(Path(folder, CONFIG).read_text()))
+        tensors = load_file(Path(folder, TENSORS))
+        config |= {"r": int(config["r"]), "lora_alpha": float(config["lora_alpha"])}
+        if config.get("use_rslora"):
+            config["lora_alpha"] *= config["r"] ** 0.5  # its scale is alpha / sqrt(R)
+    ignored = {name: value for name, value in config.items()
+               if value and name not in KNOWN and value not in ALLOWED.get(name, [])}
+    if ignored:
+        raise ValueError("adapter must contain plain LoRA of linear layers (the rest would have no"
+                         f" effect), {folder} has {ignored}; try --model with a merged model"
+                         " (PEFT: merge_and_unload)")
+    return config, tensors
+
+
+@torch.no_grad()
+def start(adapters: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give a lora.Adapters the folder's values. Raises: ValueError if they do not fit."""
+    adapters.keep({name for name in adapters.layers if targets(config, name)})
+    parameters = by_name(adapters)
+    missing, further = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+    if missing or further:
+        raise ValueError(f"{TENSORS} must have A and B of the linear layers that target_modules"
+                         " names (head and embeddings have no adapters), it lacks"
+                         f" {sorted(missing)[:2]} and has {sorted(further)[:2]} besides")
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape or not tensors[name].isfinite().all():
+            raise ValueError(f"{name} must be finite, of shape {[*parameter.shape]}, it is"
+                             f" {[*tensors[name].shape]}")
+        parameter.copy_(tensors[name])
+
+
+def targets(config: dict[str, Any], name: str) -> bool:
+    """Whether PEFT gives the linear layer of this name an adapter."""
+    def fits(names: str | list[str] | None) -> bool:
+        if isinstance(names, str):
+            return names == "all-linear" or re.fullmatch(names, name) is not None
+        return any(f".{name}".endswith(f".{end}") for end in names or [])
+
+    numbers = re.findall(r"\d+", str(config.get("layers_to_transform")))  # None, one or a list
+    if numbers and not {*numbers} & {*re.findall(r"\.(\d+)\.", name)[:1]}:
+        return False
+    return fits(config["target_modules"]) and not fits(config.get("exclude_modules"))
+
+
+def by_name(adapters: Any) -> dict[str, Tensor]:
+    """The matrices of a lora.Adapters by their names in TENSORS."""
+    return {f"base_model.model.{name}.{side}.weight": getattr(layer, side).detach()
+            for name, layer in adapters.layers.items() for side in ("lora_A", "lora_B")}
+
+
+def write(adapters: Any, run: Any, folder: Path) -> None:
+    """A folder of PEFT."""
+    from safetensors.torch import save
+
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": run.folder,
+              "r": run.config.lora.lora_rank, "lora_alpha": run.config.lora.lora_alpha,
+              "target_modules": sorted(adapters.layers)}
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2))
+    (folder / TENSORS).write_bytes(save(by_name(adapters), {"format": "pt"}))

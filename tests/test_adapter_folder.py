@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from engine_adapter import Rollout
 from extras.adapter_folder import CONFIG, TENSORS, by_name, read, start
 from extras.lora import Adapters, Options
+from report.files import save_policy
 from rl import make_batch
 from train import train_step
 
@@ -71,6 +72,7 @@ def test_a_run_starts_from_adapters_of_peft_and_leaves_some_that_peft_and_vllm_l
     assert to_first[0] == 0 < to_first[2]  # the reference is the policy that PEFT has trained
     for finish in trainer.parts.at_end:
         finish()
+    save_policy(trainer.run, policy.model, trainer.parts.after_save)
     last = policy.score(BATCH)["logprobs"].detach()  # of the merged model
     assert (last - first).abs().max() > 100 * ROUNDING
     for load in of_peft, of_vllm:

@@ -1,7 +1,7 @@
 """The memory of a run on one GPU, computed by the formulas of extras/memory.py.
 
     python -m lab.memory --gib 40 --model PATH --dtype bfloat16 --max-prompt-tokens 512 \\
-        --max-new-tokens 1024 --micro-batch-tokens 8192 --kv-cache-gib 16
+        --max-new-tokens 1024 --micro-batch-tokens 4096 --max-num-seqs 256 --kv-cache-gib 4
 
 It takes the options of train.py, and needs no GPU and no weights.
 """

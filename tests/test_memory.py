@@ -99,22 +99,18 @@ def test_the_command_says_whether_a_job_fits(good, capsys):
         assert words in capsys.readouterr().out
 
 
-COLUMNS = "weights", "optimizer", "gradients", "activations", "engine", "context"  # the engine's with its sampler's
-SMALL = "--gradient-checkpointing --offload-optimizer"
+# Qwen2.5: width, MLP, layers, heads, heads of keys and values, vocabulary
+SIZES = {"0.5B": (896, 4864, 24, 14, 2, 151_936), "1.5B": (1536, 8960, 28, 12, 2, 151_936),
+         "3B": (2048, 11008, 36, 16, 2, 151_936), "7B": (3584, 18944, 28, 28, 4, 152_064)}  # fmt: skip
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size")  # fmt: skip
 
 
-def table(shape: str, words: str) -> list[list[str]]:
-    """Columns of the page's table, and their sum, for each phase."""
+def peak(size: str, words: str) -> str:
     config = tyro.cli(Options, args=shlex.split(words))
-    model = without_memory(Qwen2Config(**SHAPES[shape], tie_word_embeddings=True))
-    by_phase = phases(config, model, config.data.max_prompt_tokens or 0, head_chunk(config.gib))
-    by_phase["generate"]["engine"] += by_phase["generate"].pop("sampler")
-    sizes = [[*(row.get(name, 0) for name in COLUMNS), sum(row.values())] for row in by_phase.values()]
-    return [[f"{size / GIB:.1f}" if size else "0" for size in row] for row in sizes]
-
-
-def peak(shape: str, words: str) -> str:
-    return max((row[-1] for row in table(shape, words)), key=float)
+    of_model = Qwen2Config(**dict(zip(NAMES, SIZES[size], strict=True)), tie_word_embeddings=size != "7B")
+    by_phase = phases(config, without_memory(of_model), config.data.max_prompt_tokens or 0, head_chunk(config.gib))
+    return f"{max(sum(terms.values()) for terms in by_phase.values()) / GIB:.1f}"
 
 
 def test_the_pages_figures_are_those_of_its_commands():
@@ -122,10 +118,12 @@ def test_the_pages_figures_are_those_of_its_commands():
     ours = re.search(r"lab\.memory (--gib .*?) The", page)[1]
     recipe = re.search(r"train\.py (--out runs/gsm8k.*?) For", page)[1]
     smaller = re.search(r"For 24 GB: `(.*?)`", page)[1]
-    for row in (*table("qwen2.5-1.5b", ours), *table("qwen2.5-1.5b", f"{ours} {SMALL}")):
-        assert f"| {' | '.join(row)} |" in page
-    assert f"(computed peak {peak('qwen2.5-0.5b', f'{recipe} --gib 40')} GiB with 40 GB;" in page
-    assert f"(computed peak {peak('qwen2.5-0.5b', f'{recipe} {smaller} --gib 24')} GiB)" in page
+    for size in SIZES:
+        row = [peak(size, f"{ours} {lora} {checkpointing}")
+               for lora in ("", "--lora-rank 32") for checkpointing in ("", "--gradient-checkpointing")]
+        assert f"| {size} | {' | '.join(row)} |" in page
+    assert f"(computed peak {peak('0.5B', f'{recipe} --gib 40')} GiB with 40 GB;" in page
+    assert f"(computed peak {peak('0.5B', f'{recipe} {smaller} --gib 24')} GiB)" in page
 
 
 # ------------------------------------------------------------------------------------------------ a run

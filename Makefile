@@ -49,8 +49,8 @@ check: setup
 # Each fix switched off alone, on a job where every switch shows: three to five minutes on two cores.
 ablate: setup
 	$(VENV)/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
-		--train-args="--eval-problems 64 --no-eval-trainer-alone --probe-every 5" \
-		--metrics mismatch_current backend_clip eval_agree wasted probe --narrow $(ARGS)
+		--train-args="--eval-problems 64 --no-eval-trainer-alone --probe-every 1" \
+		--metrics mismatch_current backend_clip eval_agree wasted reward probe --narrow $(ARGS)
 
 # The phases of a step beside the bare work, for a machine that does nothing else.
 bench: setup

@@ -61,6 +61,13 @@ def freed_by_sleep(rows: Rows) -> float | None:
     return median(freed) if freed else None
 
 
+def verdicts(rows: list[Row]) -> str | None:
+    """The causes that the probe has named at any step. Without one, its last verdict."""
+    probed = [row["probe"] for row in rows if "probe" in row]
+    causes = dict.fromkeys(verdict for verdict in probed if ":" in verdict)
+    return "; ".join(causes) or (probed or [None])[-1]
+
+
 METRICS = {
     "reward": column("reward, last 5 steps", ".2f", "reward", last_five),
     "eval_reward": column("held out, engine", ".2f", "eval_reward", last),
@@ -90,7 +97,7 @@ METRICS = {
     "staleness": column("mean staleness", ".2f", "staleness_mean"),
     "wasted": column("wasted tokens", ".0f", "tokens_wasted", last),
     "tokens_s": Metric("tokens/s", ".0f", tokens_a_second),
-    "probe": column("the probe, last", "", "probe", last),
+    "probe": Metric("the probe's causes, or its last verdict", "", verdicts),
     "freed": Metric("memory freed by sleep, GiB", ".2f", freed_by_sleep),
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),

@@ -32,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from itertools import chain
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -362,10 +363,12 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
             "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
                         for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
-        if name in plan.study.drawn:
-            cells[name]["curves"] = {
-                each: [[row.get(each) for row in rows if row["step"]] for rows in tables]
-                for each in PANELS}
+        # All that the user has chosen, else the study's own choice of many.
+        if name in plan.study.drawn or (plan.study.drawn and plan.options.cells != ("*",)):
+            curves = {each: [[row.get(each) for row in rows if row["step"]] for rows in tables]
+                      for each in PANELS}
+            cells[name]["curves"] = {each: values for each, values in curves.items()
+                                     if {*chain(*values)} != {None}}
     if not cells and not plan.study.piecewise:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
@@ -498,6 +501,7 @@ def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
              for first, *others in rows]
+    lines += ["", *(f"{each}: {described(each).title}" for each in metrics)]
     return "\n".join([*lines, *(f"{run} CRASHED: {why}" for run, why in record["crashed"].items())])
 
 
@@ -526,18 +530,21 @@ def draw(curves: Record, path: Path) -> None:
     """The curves of each cell by field: mean and range over the seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 8), layout="constrained")
-    for axis, (field, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+    panels = [field for field in PANELS if any(field in fields for fields in curves.values())]
+    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, field in zip(axes, panels, strict=True):
         for name, fields in curves.items():
-            values = numpy.array(fields[field], dtype=float)  # (seeds, steps), NaN for None
+            values = numpy.array(fields.get(field, [[]]), dtype=float)  # (seeds, steps), NaN: None
             measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
             values = values[:, measured]
-            axis.plot(measured + 1, values.mean(axis=0), label=name)
+            axis.plot(measured + 1, values.mean(axis=0), ".-", label=name)
             axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
-        axis.set(title=title, xlabel="step")
-        axis.legend(fontsize=8)
-        if title.endswith("(log)"):
+        axis.set(title=PANELS[field], xlabel="step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        if PANELS[field].endswith("(log)"):
             axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 

@@ -202,7 +202,7 @@ class StepProbe:
         save_trace(f"{path}.npz", trace)
         path.with_suffix(".txt").write_text(f"{title}\n{verdict.report}\n")
         print(f"{title}: {verdict.headline}", flush=True)
-        return {"probe": verdict.status}
+        return {"probe": verdict.blamed}
 
 
 def _sampled_part(rollout: Rollout) -> Rollout:

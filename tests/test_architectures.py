@@ -56,7 +56,7 @@ NAMES = [name for name in ARCHITECTURES if name not in PATCHED] + ["Lfm2", "Deep
 def check_agreement(folder: Path, name: str) -> None:
     """|trainer - engine| before and after each of two changed loads."""
     policy = policy_of(folder, name, dtype=torch.bfloat16 if name == BY_LAYERS else torch.float32)
-    with started(str(folder), policy) as engine:
+    with started(folder, policy) as engine:
         derived = [each for each in engine.settings["not_proven"] if ".mla_attn.W_U" in each]
         assert engine.settings["not_proven"] == derived  # by vLLM, from tensors that are proven
         assert bool(derived) == (name == "DeepseekV3")
@@ -138,7 +138,7 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
 
 @pytest.mark.parametrize("name", [*RECURRENT, "Qwen3_5Text"])
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
-    policy = Policy(small_model(name, False))
+    policy = Policy(small_model(name))
     assert policy_options(policy.model) == {}
     rollouts = [Rollout([0, 95, 7, 0], 0, drawn_ids(length), [0.0] * length) for length in (5, 36, 13, 21, 36, 29)]
     for rollout, together in zip(rollouts, policy.score(make_batch(rollouts))["logprobs"], strict=True):
@@ -151,7 +151,7 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
     """With this seed one of the canary's 12 tokens differs by 0.5 nats in fp16, the mean by 0.12 (allowed: 0.05)."""
     for dtype, faulty, word in ((torch.float16, "experts.", "median"), (torch.float32, "0.mlp.experts.1.down", "mean")):
         policy = policy_of(tmp_path, "Qwen3Moe", dtype=dtype)
-        with started(str(tmp_path), policy) as engine:
+        with started(tmp_path, policy) as engine:
             stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
             move(policy, 0.02, seed=26)
             load_into(engine, policy)
@@ -171,7 +171,7 @@ def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, name, dtype, fla
     """
     policy = policy_of(tmp_path, name, dtype=dtype)
     policy.model.get_output_embeddings().weight.data += 4 * torch.randn(64, generator=torch.Generator().manual_seed(0))
-    with started(str(tmp_path), policy, ParityFlags(**flags)) as engine:
+    with started(tmp_path, policy, ParityFlags(**flags)) as engine:
         for seed in range(8):
             policy.model.get_output_embeddings().weight.data *= 1.3
             move(policy, 0.005, seed)
@@ -188,7 +188,7 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
         assert inputs[0].dtype == SIXTEEN, "16 bits alone"
 
     policy.model.base_model.layers[0].mlp.register_forward_pre_hook(kernel)
-    with started(str(tmp_path), policy) as engine:
+    with started(tmp_path, policy) as engine:
         assert engine.settings["canary"].endswith("nats (limit 1.5e-01)")
         assert "noise is NOT MEASURED, AssertionError('16 bits alone" in capsys.readouterr().out
         engine.close()
@@ -202,7 +202,7 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
 def test_the_canary_passes_the_window_or_the_original_context_if_the_runs_rows_do(
         tmp_path, name, window, longest, length):
     policy = policy_of(tmp_path, name, sliding_window=window)
-    with started(str(tmp_path), policy, max_model_len=longest, block_size=32) as engine:
+    with started(tmp_path, policy, max_model_len=longest, block_size=32) as engine:
         assert canary.length(engine) == length
 
 
@@ -248,7 +248,7 @@ def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name
     name, changes, dtype, sentence, tmp_path
 ):
     policy = policy_of(tmp_path, name, dtype=getattr(torch, dtype), **changes)
-    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(str(tmp_path), policy, block_size=32):
+    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(tmp_path, policy, block_size=32):
         pass
 
 

@@ -73,7 +73,7 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
     policy = policy_in(tmp_path, dtype)
-    with started(str(tmp_path), policy) as engine:
+    with started(tmp_path, policy) as engine:
         rows = compare_layers(policy, engine, *REQUESTS)
         assert named(rows) == set(), report(rows, "")
         engine.checks = verify.Options(canary_nats=100)
@@ -95,7 +95,7 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
 def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(tmp_path, capsys):
     """A difference that nobody planted: vLLM's class does not read `use_parallel_residual`."""
     close_live_engine()
-    small_model("StableLm", False, use_parallel_residual=True).save_pretrained(tmp_path)
+    small_model("StableLm", use_parallel_residual=True).save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(["layers", "--model", str(tmp_path), "--max-new-tokens", "20"])
     assert stop.value.code == 1

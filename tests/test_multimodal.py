@@ -52,7 +52,7 @@ def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model
 
 
 def test_a_text_model_without_its_head_or_with_two_tensors_of_one_name_is_refused(tmp_path):
-    small_model("Mistral3", False).save_pretrained(tmp_path)
+    small_model("Mistral3").save_pretrained(tmp_path)
     table = load_file(tmp_path / "model.safetensors")
     for change, complaint in (({"model.norm.weight": torch.zeros(64)}, "it has two of model.norm.weight"),
                               ({"language_model.lm_head.weight": None}, r"missing \['lm_head.weight'\]")):  # fmt: skip

@@ -267,7 +267,7 @@ def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
 
 
 def test_a_step_without_an_update_leaves_the_probe_the_weights_before_the_last_update():
-    trainer = SimpleNamespace(run=SimpleNamespace(config=config_of()), policy=Policy(qwen2(tied=False)), engine=None)
+    trainer = SimpleNamespace(run=SimpleNamespace(config=config_of()), policy=Policy(qwen2()), engine=None)
     probe = StepProbe(trainer, live_probe.Options())
     probe(SimpleNamespace(metrics={"step": 1, "updates": 2}))
     known = probe.weights

@@ -53,7 +53,7 @@ if __name__ == "__main__":
 @pytest.mark.engine
 def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     """Default settings give raw log-probabilities; a running LLM with processed ones is parity."""
-    qwen2(tied=False).save_pretrained(tmp_path / "model")
+    qwen2().save_pretrained(tmp_path / "model")
     shutil.copy(ROOT / "examples" / "record_vllm.py", tmp_path)
     (tmp_path / "both.py").write_text(TWO_WAYS_IN)
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True,

@@ -16,16 +16,7 @@ from extras.prompts_once import policy_options
 from extras.rejection import REJECTIONS, Rejection
 from objectives import CORRECTIONS, OBJECTIVES
 from report.metrics import agreement
-from rl import (
-    Batch,
-    Head,
-    Optimizer,
-    Policy,
-    entropies,
-    head_chunk,
-    longest_first,
-    make_batch,
-)
+from rl import Batch, Head, Optimizer, Policy, entropies, head_chunk, longest_first, make_batch
 from train import Config, TokenFilter, update
 
 

@@ -81,7 +81,7 @@ def check_masks(policy: Policy, engine, rounding: float = ROUNDING) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[*DEVICES[1].marks, pytest.mark.own_process])])
 def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_takes_its_softmax_over_them(
         engine_folder, device):
-    policy = Policy(qwen2(tied=False).to(device))
+    policy = Policy(qwen2().to(device))
     with started(engine_folder, policy) as engine:
         check_masks(policy, engine, ROUNDING if device == "cpu" else 1e-3)
         with pytest.raises(ValueError, match=r"max_kept must be .* got 5, one has more .*--max-kept"):
@@ -90,7 +90,7 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
 
 @pytest.mark.engine
 def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
-    policy = Policy(qwen2(tied=False))
+    policy = Policy(qwen2())
     with started(engine_folder, policy, ParityFlags(sampling_mask=False)) as engine:
         assert engine.settings["max_logprobs"] == 20  # vLLM's default
         rollouts = sampled(engine, max_kept=0, top_p=0.8)
@@ -104,7 +104,7 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
 
 @pytest.mark.engine
 def test_an_aborted_request_forgets_its_kept_sets(engine_folder):
-    policy = Policy(qwen2(tied=False))
+    policy = Policy(qwen2())
     with started(engine_folder, policy, ParityFlags(inflight_keep=False), in_flight=True) as engine:
         rollouts = engine.submit(PROMPTS[0], 4, MaskedSampling(1.3, 12, top_k=2, max_kept=4), seed=9)
         engine.step()
@@ -115,7 +115,7 @@ def test_an_aborted_request_forgets_its_kept_sets(engine_folder):
 
 
 def test_the_reference_engine_samples_under_the_same_masks():
-    policy = Policy(qwen2(tied=False))
+    policy = Policy(qwen2())
     engine = TransformersEngine(policy)
     engine.load(policy.weights(), policy.response_logprobs)
     check_masks(policy, engine)
@@ -147,7 +147,7 @@ def test_kept_sets_go_to_the_trained_tokens_of_rows_with_a_loss_and_are_refused_
 
 
 def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds():
-    policy, ids = Policy(qwen2(tied=False)), [5, 6, 7]
+    policy, ids = Policy(qwen2()), [5, 6, 7]
     with torch.no_grad():
         likely = (policy.model(torch.tensor([ids])).logits[0, -1] / 1.3).double().log_softmax(0).sort(descending=True)
     rollout = Rollout(ids, 0, [int(likely.indices[2])], [0.0], kept=[likely.indices[:3].numpy()])

@@ -4,12 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from gpu_path import lossy_sleep
-from helpers import (
-    close_live_engine,
-    command,
-    timeless,
-    train_here,
-)
+from helpers import close_live_engine, command, timeless, train_here
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_p
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def test_greedy_agreement_is_the_share_of_answers_without_another_token():
-    policy, likely = Policy(qwen2(tied=False)), [5, 6]
+    policy, likely = Policy(qwen2()), [5, 6]
     for _ in range(2):
         likely.append(policy.model(torch.tensor([likely])).logits[0, -1].argmax().item())
     first, second = likely[2:]

@@ -323,6 +323,7 @@ def small_model(name: str, tied: bool = False, **changes) -> PreTrainedModel:
     """Random; untied, its logits are so wide that a lost scale or cap shows. `changes` are of the text model."""
     if name == "Qwen3_5":
         import_qwen3_5()
+    tied = tied or name in ALWAYS_TIED
     options, auto, tie = CLASSES[name]["options"], AutoModelForCausalLM, {"tie_word_embeddings": tied}
     if "text_config" in options:
         auto = AutoModelForImageTextToText
@@ -346,7 +347,7 @@ def policy_of(
     folder: Path, name: str, tied: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes
 ) -> Policy:
     """The policy of a small model that is saved in the folder."""
-    small_model(name, tied or name in ALWAYS_TIED, **changes).save_pretrained(folder)
+    small_model(name, tied, **changes).save_pretrained(folder)
     policy = policy_in(folder, dtype, device)
     give_one_table(policy.model, None)
     return policy

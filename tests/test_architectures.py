@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from helpers import (
-    ALWAYS_TIED,
     ARCHITECTURES,
     AT_PARITY,
     MATRIX_PROMPTS,
@@ -99,7 +98,7 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
     """Prompts of 1 to 40 tokens, so that a window of 16 cuts; responses of 1 to 30 tokens with kept sets; one prompt
     has one response, one row is masked. Phi's head has a bias, Gemma 2's a soft cap, Granite's and Cohere's a scale.
     """
-    model, seen = small_model(name, name in ALWAYS_TIED), []
+    model, seen = small_model(name), []
     model.set_attn_implementation(attention_for(model.config))
     model.set_experts_implementation("eager")  # torch has no grouped float64 product
     for each in model.parameters():  # biases, too
@@ -256,7 +255,7 @@ def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name
 def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name):
     """Not at all would be no floor; by more would be another attention: a lost window, cap, scale or group of heads."""
     for dtype in dtypes_of(name):
-        policy = Policy(small_model(name, name in ALWAYS_TIED).to(dtype))
+        policy = Policy(small_model(name).to(dtype))
         policy.model.set_attn_implementation(attention_for(policy.model.config))
         ids = torch.tensor(MATRIX_PROMPTS)
         with torch.no_grad():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, drawn_ids, policy_in, policy_of, small_model, started
+from helpers import SIXTEEN, close_live_engine, drawn_ids, policy_in, policy_of, small_model, started
 
 import verify
 from probe.__main__ import main
@@ -66,7 +66,7 @@ IN_ENGINE = shorten_window, shift_positions_from_64_on
     ("Cohere", torch.float32, {}),
 ])  # fmt: skip
 def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_path, name, dtype, faults):
-    model = small_model(name, name in ALWAYS_TIED, num_hidden_layers=4, n_layer=4)  # GPT-2 reads the second
+    model = small_model(name, num_hidden_layers=4, n_layer=4)  # GPT-2 reads the second
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # transformers starts with 1 and 0

@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from helpers import (
-    ALWAYS_TIED,
     MULTIMODAL,
     PYTHON,
     ROUNDING,
@@ -24,7 +23,7 @@ import extras
 from report.files import checkpoints
 from tasks.toys import toy_tokenizer
 
-CASES = [(name, name in ALWAYS_TIED) for name in MULTIMODAL] + [("Gemma3", True)]
+CASES = [(name, False) for name in MULTIMODAL] + [("Gemma3", True)]
 
 
 @pytest.mark.engine

@@ -109,6 +109,7 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
                 for size, lengths in groups.items() for prompt in [drawn_ids(size)] for length in lengths]
     for rollout in rollouts:
         rollout.kept = [numpy.unique([token, *drawn_ids(30)]) for token in rollout.token_ids]
+        rollout.trained = [token != 95 for token in rollout.token_ids]  # others are of an environment
     batch = make_batch(rollouts, device).mask_rows([True] * 7 + [False])
     batch = replace(batch, mask=batch.mask.double())
     weights, ours = torch.randn(batch.mask.shape).to(batch.mask), []

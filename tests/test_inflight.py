@@ -28,6 +28,7 @@ from transformers import DynamicCache
 
 from engine_adapter import ParityFlags, Sampling
 from extras.inflight import Group, GroupsInFlight
+from extras.masks import MaskedSampling
 from rl import Policy
 from tasks import Problem, Task, exact_match
 from verify import canary
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.engine
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
 RECOMPUTE = replace(ABORT, variants=("recompute",))
 # Lengths differ as in practice: one token in eight of a flat distribution ends the response.
-LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(range(2, 12)))
+LONG_TAIL = MaskedSampling(1.0, 48, tuple(range(2, 12)), top_k=90, max_kept=96)
 ENDLESS = Sampling(temperature=1.0, max_new_tokens=100)
 HALF = drawn_ids(136, torch.Generator().manual_seed(0))  # a prompt of two chunks
 
@@ -97,7 +98,7 @@ def test_every_group_is_trained_on_once_or_in_flight(engine_folder, parity, room
     for group in taken:
         for rollout in group.rollouts:
             assert rollout.finish_reason in ("stop", "length")
-            assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions) > 0
+            assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions) == len(rollout.kept) > 0
             assert rollout.versions == sorted(rollout.versions)
             assert rollout.prompt_ids == group.problem.prompt_ids
 

@@ -12,7 +12,6 @@ from helpers import (
     at,
     built,
     command,
-    load_into,
     minibatches_of,
     qwen2,
     rows,
@@ -102,18 +101,6 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
     assert means["kept_mass"] < 0.95
 
 
-@pytest.mark.engine
-def test_an_aborted_request_forgets_its_kept_sets(engine_folder):
-    policy = Policy(qwen2())
-    with started(engine_folder, policy, ParityFlags(inflight_keep=False), in_flight=True) as engine:
-        rollouts = engine.submit(PROMPTS[0], 4, MaskedSampling(1.3, 12, top_k=2, max_kept=4), seed=9)
-        engine.step()
-        load_into(engine, policy)
-        while engine.num_unfinished:
-            engine.step()
-    assert all(len(rollout.kept) == len(rollout.token_ids) for rollout in rollouts)
-
-
 def test_the_reference_engine_samples_under_the_same_masks():
     policy = Policy(qwen2())
     engine = TransformersEngine(policy)
@@ -134,14 +121,9 @@ def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution()
 
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
-def test_kept_sets_go_to_the_trained_tokens_of_rows_with_a_loss_and_are_refused_if_one_is_missing():
-    rollouts = [Rollout([5] * size, 0, [7, 8, 9], [-0.1] * 3, trained=[True, False, True],
-                        kept=[torch.tensor([size, token]).numpy() for token in (7, 8, 9)]) for size in (1, 2, 3)]
-    batch = make_batch(rollouts).mask_rows([True, False, True])
-    assert batch.mask.tolist() == [[1, 0, 1, 0, 0], [0] * 5, [0, 0, 1, 0, 1]]
-    logits = kept_sets(batch, batch.mask > 0)(torch.zeros(4, 96), slice(None))
-    assert logits.isfinite().nonzero()[:, 1].tolist() == [1, 7, 1, 9, 3, 7, 3, 9]
-    rollouts[2].kept.pop()
+# That they go to the trained tokens of rows with a loss: test_architectures.py.
+def test_kept_sets_are_refused_if_one_is_missing():
+    batch = make_batch([Rollout([5], 0, [7, 8], [-0.1] * 2, kept=[torch.tensor([7]).numpy()])])
     with pytest.raises(AssertionError, match="of all tokens of a row"):
         kept_sets(batch, batch.mask > 0)
 

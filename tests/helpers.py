@@ -419,6 +419,12 @@ def rows(out: Path, table: str = "metrics") -> list[dict]:
     return [json.loads(line) for line in (out / f"{table}.jsonl").read_text().splitlines()]
 
 
+def rows_of_run(root: Path, out: Path, options: str, *more: str) -> list[dict]:
+    """What a run in this process measures, the arguments as in `command`."""
+    train_here(command(root, f"{options} --out {out}", *more))
+    return rows(out)
+
+
 def timeless(out: Path) -> list[dict]:
     """The rows without seconds and memory."""
     return [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows(out)]

@@ -18,7 +18,6 @@ from helpers import (
     RECURRENT,
     ROUNDING,
     SIXTEEN,
-    command,
     drawn_ids,
     dtypes_of,
     floors,
@@ -27,10 +26,9 @@ from helpers import (
     move,
     policy_in,
     policy_of,
-    rows,
+    rows_of_run,
     small_model,
     started,
-    train_here,
 )
 from packaging import version
 from torch.overrides import TorchFunctionMode
@@ -212,9 +210,9 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     out, folder = tmp_path / "run", tmp_path / "model"
     first = policy_of(folder, name).weights()
     toy_tokenizer().save_pretrained(folder)  # 15 of the model's 96 tokens: the others are sampled too
-    train_here(command(good, f"--model {folder} --task {{root}}/task.py --out {out} --steps 10 --max-new-tokens 12"
-                       " --group-size 4 --lr 1e-3 --num-minibatches 1 --eval-problems 2"))  # fmt: skip
-    steps = rows(out)[1:]
+    _, *steps = rows_of_run(
+        good, out, f"--model {folder} --task {{root}}/task.py --steps 10 --max-new-tokens 12 --group-size 4 --lr 1e-3"
+                   " --num-minibatches 1 --eval-problems 2")  # fmt: skip
     assert sum(row["updates"] for row in steps) > 5  # a step may have no signal
     at_parity = [row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps]
     # A tie within rounding sends a token of a mixture to another expert, in one step of many.

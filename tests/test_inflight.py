@@ -17,7 +17,7 @@ from helpers import (
     move_and_load,
     policy_of,
     qwen2,
-    rows,
+    rows_of_run,
     scored,
     small_model,
     started,
@@ -224,9 +224,8 @@ def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_
 
 def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_path):
     """A step is under way when it begins. The policy does not change, so that any mismatch is a wrong token."""
-    train_here(command(good, f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1 --out {tmp_path}"
-                             " --parity.no-uncached-runtime --parity.variants async-scheduling"))  # fmt: skip
-    found = rows(tmp_path)[1:]
+    _, *found = rows_of_run(good, tmp_path, f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1"
+                            " --parity.no-uncached-runtime --parity.variants async-scheduling")  # fmt: skip
     assert max(row["staleness_max"] for row in found) > 0
     assert max(row["mismatch_max"] for row in found) < ROUNDING
 

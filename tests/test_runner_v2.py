@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_path import RUNNER, triton_numpy
-from helpers import PROMPTS, ROUNDING, at, command, qwen2, rows, started, train_here
+from helpers import PROMPTS, ROUNDING, at, qwen2, rows_of_run, started
 
 from engine_adapter import reseed
 from extras.masks import MaskedSampling, masked_logits
@@ -65,13 +65,11 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
     from vllm.v1.worker.gpu.sample import sampler
 
     usual, again = sampler.gumbel_sample, {"apply_temperature": True}
-    words = command(good, "--task {root}/task.py --steps 1 --num-prompts 16 --group-size 8 --max-new-tokens 12"
-                    " --temperature 0.6 --eval-problems 4 --probe-on-alarm")  # fmt: skip
-    train_here([*words, "--out", str(tmp_path / "right")])
-    assert alarms(rows(tmp_path / "right")[1], 0.2) == []
+    words = ("--task {root}/task.py --steps 1 --num-prompts 16 --group-size 8 --max-new-tokens 12 --temperature 0.6"
+             " --eval-problems 4 --probe-on-alarm")
+    assert alarms(rows_of_run(good, tmp_path / "right", words)[1], 0.2) == []
     monkeypatch.setattr(sampler, "gumbel_sample", lambda *given, **named: usual(*given, **named | again))
-    train_here([*words, "--out", str(tmp_path / "wrong")])
-    row = rows(tmp_path / "wrong")[1]
+    _, row = rows_of_run(good, tmp_path / "wrong", words)
     assert row["mismatch_abs_mean"] < ROUNDING
     assert alarms(row, 0.2) == ["surprisal_z"]
     report = (tmp_path / "wrong" / "probe" / "step_000001.txt").read_text()

@@ -11,12 +11,10 @@ from helpers import (
     ROUNDING,
     at,
     built,
-    command,
     minibatches_of,
     qwen2,
-    rows,
+    rows_of_run,
     started,
-    train_here,
 )
 
 from engine_adapter import Engine, ParityFlags, Rollout, reseed
@@ -145,10 +143,10 @@ def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds()
 # ------------------------------------------------------------------------------------------------ runs
 @pytest.mark.engine
 def test_a_run_with_a_mask_and_groups_in_flight_is_at_parity(good, tmp_path):
-    train_here(command(good, "--task {root}/task.py --steps 3 --group-size 4 --max-new-tokens 12 --eval-problems 4"
-                       " --temperature 1.3 --min-p 0.05 --top-k 20 --inflight-groups 3 --parity.no-inflight-keep",
-                       "--out", str(tmp_path)))  # fmt: skip
-    for row in rows(tmp_path)[1:]:
+    _, *steps = rows_of_run(
+        good, tmp_path, "--task {root}/task.py --steps 3 --group-size 4 --max-new-tokens 12 --eval-problems 4"
+                        " --temperature 1.3 --min-p 0.05 --top-k 20 --inflight-groups 3 --parity.no-inflight-keep")
+    for row in steps:
         assert row["kept_mass"] < 0.999
         assert row["current_mismatch_abs_mean"] <= ROUNDING
 

@@ -14,16 +14,15 @@ from helpers import (
     ROUNDING,
     SMALL,
     built,
-    command,
     config_of,
     floors_of,
     policy_in,
     qwen2,
     read_json,
     rows,
+    rows_of_run,
     run_script,
     task_of,
-    train_here,
 )
 
 from engine_adapter import Rollout, Sampling, Source, reseed
@@ -122,11 +121,11 @@ def test_a_sources_answer_serves_training_and_evaluation_and_what_it_leaves_out_
 # ------------------------------------------------------------------------------------------------ options
 def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, capsys):
     """This test has no marker `engine`, so vllm cannot be imported."""
-    train_here(command(good, "--task {root}/task.py --steps 2 --inflight-groups 3 --engine transformers", *SMALL,
-                       "--probe-every", "2", "--self-noise-every", "2", "--out", str(tmp_path)))  # fmt: skip
+    _, first, second = rows_of_run(
+        good, tmp_path, "--task {root}/task.py --steps 2 --inflight-groups 3 --engine transformers --probe-every 2"
+                        " --self-noise-every 2", *SMALL)  # fmt: skip
     assert "a warm-up of 5 steps in a run of 2: the learning rate ends at " in capsys.readouterr().out
     assert "chosen by the seed" in read_json(tmp_path / "config.json")["problems"]["evaluated"]
-    first, second = rows(tmp_path)[1:]
     assert max(row.get("current_mismatch_abs_mean") or 0 for row in (first, second)) < ROUNDING
     assert first["probe"] == "parity"
     assert 0 < first["self_noise_abs_mean"] < ROUNDING
@@ -137,8 +136,8 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, c
 
 @pytest.mark.engine
 def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
-    options = ("--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
-    train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
+    words = "--task {root}/task.py --steps 1 --probe-on-alarm --parity.no-processed-logprobs"
+    rows_of_run(good, tmp_path, words, *SMALL)
     assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean," in capsys.readouterr().out
     report = (tmp_path / "probe" / "step_000001.txt").read_text()
     assert "=> semantics: raw log-probabilities. Repair: " in report
@@ -161,12 +160,12 @@ def reward(problem, response):
 def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures_are_counted(good, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     out = tmp_path / "run"
-    train_here(command(good, f"--out {out} --task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3"
-                       " --max-new-tokens 48 --temperature 2 --dtype float16 --gradient-checkpointing"
-                       " --micro-batch-tokens 64 --mask-truncated --max-prompt-tokens 10 --overlong-prompts drop"
-                       " --reward-errors leave-out --eval-problems 16 --eval-samples 2 --eval-every 3"
-                       " --eval-trainer-alone --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4"))  # fmt: skip
-    steps = rows(out)[1:]
+    _, *steps = rows_of_run(
+        good, out, f"--task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3 --max-new-tokens 48"
+                   " --temperature 2 --dtype float16 --gradient-checkpointing --micro-batch-tokens 64 --mask-truncated"
+                   " --max-prompt-tokens 10 --overlong-prompts drop --reward-errors leave-out --eval-problems 16"
+                   " --eval-samples 2 --eval-every 3 --eval-trainer-alone --objective gspo --kl-coef 0.05"
+                   " --tis sequence --lr 1e-4")  # fmt: skip
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
     assert any(row.get("grad_norm") is not None for row in steps)  # fp16 may lose steps until its scale fits
@@ -186,7 +185,7 @@ def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new
     """vLLM's own `LLM` reads the weights and the sampling parameters from the folder."""
     from vllm import LLM, SamplingParams
 
-    train_here(command(good, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL, "--out", str(tmp_path)))
+    rows_of_run(good, tmp_path, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL)
     policy = policy_in(tmp_path / "policy")
     (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
     trained = torch.load(checkpoint, weights_only=True)["policy"]

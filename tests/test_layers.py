@@ -97,7 +97,7 @@ def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(tmp_
     close_live_engine()
     small_model("StableLm", use_parallel_residual=True).save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        main(["layers", "--model", str(tmp_path), "--max-new-tokens", "20"])
+        main(f"layers --model {tmp_path} --max-new-tokens 20".split())
     assert stop.value.code == 1
     *rows, last = capsys.readouterr().out.splitlines()
     first, *_ = [row for row in rows if row.endswith("*")]

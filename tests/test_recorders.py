@@ -61,8 +61,8 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
              "VLLM_CPU_KVCACHE_SPACE": "1"}  # by itself the file reserves 4 GiB
     done = subprocess.run(
-        [sys.executable, "both.py", "--model", str(tmp_path / "model"), "--out", "default.npz", "--new-tokens", "32",
-         "--engine-args", json.dumps(engine)],
+        [sys.executable, *f"both.py --model {tmp_path}/model --out default.npz --new-tokens 32 --engine-args".split(),
+         json.dumps(engine)],
         cwd=tmp_path, env=os.environ | quick | {"VLLM_API_KEY": "secret"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

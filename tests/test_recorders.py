@@ -102,9 +102,9 @@ def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tm
         _buffered_inputs=[batch], save_model=lambda folder: Path(folder).mkdir(parents=True),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model), model=SimpleNamespace(dtype=torch.float32),
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)  # fmt: skip
-    callback = TraceRecorder(trainer, tmp_path, steps=2)
-    for step in (0, 1):  # two optimizer steps on one batch
-        callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
+    callback, state = TraceRecorder(trainer, tmp_path, steps=2), SimpleNamespace(is_world_process_zero=True)
+    for state.global_step in (0, 1):  # two optimizer steps on one batch
+        callback.on_pre_optimizer_step(None, state, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000", "step_000000.json"]
     (again,) = load_traces(str(tmp_path / "step_000000.json"))
     assert (again.name, again.sampling.temperature) == ("trl", 0.7)
@@ -113,4 +113,4 @@ def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tm
     assert status_of(tmp_path / "step_000000.json") == "parity"
     trainer._buffered_inputs = [{name: batch[name] for name in batch if name != "old_per_token_logps"}]
     with pytest.raises(ValueError, match="needs use_vllm=True and vllm_importance_sampling_correction=True"):
-        callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=2, is_world_process_zero=True), None)
+        callback.on_pre_optimizer_step(None, state, None)

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from hashlib import sha256
 from statistics import fmean
 
 import numpy
@@ -181,15 +180,12 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
 
 
 @pytest.mark.engine
-def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new_vllm(good, tmp_path):
-    """vLLM's own `LLM` reads the weights and the sampling parameters from the folder."""
+def test_the_exported_policy_has_the_same_values_in_a_new_vllm(good, tmp_path):
+    """vLLM's own `LLM` reads weights and sampling parameters. That they are the trained ones: test_multimodal.py."""
     from vllm import LLM, SamplingParams
 
     rows_of_run(good, tmp_path, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL)
     policy = policy_in(tmp_path / "policy")
-    (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
-    trained = torch.load(checkpoint, weights_only=True)["policy"]
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in policy.trained().items())
     llm = LLM(str(tmp_path / "policy"), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
               logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
     defaults = llm.get_default_sampling_params()
@@ -202,10 +198,11 @@ def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new
 
 # ------------------------------------------------------------------------------------------------ without a run
 def test_the_process_is_seeded_by_run_stream_and_step():
-    for stream in ((0, "train", 1), (1, "train", 1), (0, "eval", 1), (0, "train", 2)):
+    seeds = set()
+    for stream in ((0, "train", 1), (1, "train", 1), (0, "eval", 1), (0, "train", 2), (0, "train", 1)):
         reseed(*stream)
-        assert torch.initial_seed() == (seed := int(sha256(repr(stream).encode()).hexdigest()[:12], 16))
-        assert numpy.random.get_state()[1][0] == seed % 2**32
+        seeds |= {torch.initial_seed(), numpy.random.randint(2**31)}
+    assert len(seeds) == 8
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():

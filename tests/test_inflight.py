@@ -241,7 +241,7 @@ def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is
             engine.step()
         assert pool.get_num_free_blocks() >= 5
         with pytest.raises(EngineStateError, match="more --kv-cache-gib or fewer --inflight-groups"), engine.holding():
-            raise AssertionError("not reached")
+            pass
         while engine.num_unfinished:
             engine.step()
         assert all(len(rollout.token_ids) == 120 for rollout in rollouts)
@@ -264,7 +264,7 @@ def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engi
         engine.submit([5, 6], 2, Sampling(1.0, 60), 3)
         engine.step()
         with pytest.raises(EngineStateError, match="or no place, for an evaluation"), engine.holding():
-            raise AssertionError("not reached")
+            pass
         while engine.num_unfinished:
             engine.step()
         assert floors_of(policy, held, 1.0) < AT_PARITY

@@ -5,6 +5,7 @@ A cell is a name and options of train.py. They come after the study's workload, 
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean as mean
@@ -112,6 +113,12 @@ LEARNING = ("reward", "eval_reward", "eval_trainer_alone", "eval_agree", "entrop
 BACKEND = ("mismatch", "mismatch_current", "mismatch_max", "self_noise", "mismatch_noise",
            "backend_clip", "backend_ratio", "kept_mass", "outside", "ess", "staleness", "wasted",
            "tokens_s", "probe")
+PANELS = {  # of the picture, by field
+    "reward": "reward", "entropy": "entropy, nats", "clip_rate": "clip rate",
+    "kl_old_new": "KL(old, new), nats (log)",
+    "current_mismatch_abs_mean": "mismatch, current weights, nats (log)",
+    "eval_reward_trainer_alone": "held-out reward, trainer alone",
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------- cells
@@ -133,6 +140,7 @@ class Study(NamedTuple):
     workload: str
     cells: dict[str, Cell]
     metrics: tuple[str, ...]
+    drawn: tuple[str, ...] = ()  # the cells of the picture
     steps: int = 40
     seeds: int = 3
     jobs: int = 2  # runs at the same time; they share the CPU threads
@@ -176,11 +184,12 @@ RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
          "+runtime": f"{PAUSE} {HEAD}", "+inflight": HEAD, "parity": ""}
 ALONE = {"processed": RAW, "runtime": RUNTIME, "inflight": PAUSE, "fp32-head": HEAD}
 FAULTS = {f"parity-minus-{name}": words for name, words in ALONE.items()}
-PAIR = {"parity-minus-processed-runtime": f"{RAW} {RUNTIME}"}
-SETS = PAIR | FAULTS | {"v1-defaults": V1}
+PAIRS = {f"parity-minus-{one}-{other}": f"{ALONE[one]} {ALONE[other]}"
+         for one, other in combinations(ALONE, 2)}
+SETS = PAIRS | FAULTS | {"v1-defaults": V1}
 LADDER_CELLS = (
     against("transformers", {"transformers": TRANSFORMERS} | RUNGS)
-    | against("parity", PAIR | FAULTS | {
+    | against("parity", PAIRS | FAULTS | {
         "parity-recompute": f"{PAUSE} --parity.variants recompute",
         "parity-16-bit-heads": f"{HEAD} --parity.variants both-heads",
     } | {
@@ -268,10 +277,12 @@ GPU_CELLS = {
 }
 
 STUDIES = {
-    "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND),
+    "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,
+                    ("transformers", "v1-defaults", "parity")),
     "real": Study(
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
-        steps=20, jobs=1),
+        ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,
+        jobs=1),
     # --train-args: a user's model and task, on the defaults of train.py.
     "own": Study("", against("parity", REAL_ARMS),
                  ("mismatch_current", "backend_clip", "eval_agree", "reward"), steps=60, seeds=1,

@@ -3,9 +3,9 @@
     python -m lab.study ladder --cells parity 'v1-*' --seeds 0 1 2 --out runs/ladder
     python -m lab.study ladder --print
 
-The first command runs each cell with each seed and writes a record (JSON). The second prints the
-table of a record in docs/records and runs nothing; the study of the record may be gone from
-lab/cells.py, which lists the cells.
+The first command runs each cell with each seed and writes a record (JSON) and a picture. The second
+prints the table of a record in docs/records and runs nothing; the study of the record may be gone
+from lab/cells.py, which lists the cells.
 
 Seeds are the outer loop, so the cells of a benchmark alternate. Each run is a process of its own,
 forked from one that has imported everything; on a GPU, whose state cannot be forked, it is a fresh
@@ -40,13 +40,14 @@ from statistics import stdev
 from threading import Thread
 from typing import Any, Literal
 
+import numpy
 import psutil
 import torch
 import tyro
 
 import lab
 from extras.resume import of_today
-from lab.cells import METRICS, STUDIES, Cell, Metric
+from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
 from report.errors import (
@@ -82,7 +83,7 @@ class Options:
     """What to run, or what to print."""
 
     study: tyro.conf.Positional[str]  # ladder, real, own, bench or gpu; with --print, a record.
-    out: str | None = None  # Folder of runs and record; if not given, runs/STUDY.
+    out: str | None = None  # Folder of runs, record and picture; if not given, runs/STUDY.
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
@@ -361,6 +362,10 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
             "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
                         for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
+        if name in plan.study.drawn:
+            cells[name]["curves"] = {
+                each: [[row.get(each) for row in rows if row["step"]] for rows in tables]
+                for each in PANELS}
     if not cells and not plan.study.piecewise:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
@@ -517,6 +522,25 @@ def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path
     figure.savefig(path, dpi=110)
 
 
+def draw(curves: Record, path: Path) -> None:
+    """The curves of each cell by field: mean and range over the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 8), layout="constrained")
+    for axis, (field, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+        for name, fields in curves.items():
+            values = numpy.array(fields[field], dtype=float)  # (seeds, steps), NaN for None
+            measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
+            values = values[:, measured]
+            axis.plot(measured + 1, values.mean(axis=0), label=name)
+            axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
+        axis.set(title=title, xlabel="step")
+        axis.legend(fontsize=8)
+        if title.endswith("(log)"):
+            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
+    figure.savefig(path, dpi=110)
+
+
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 no run failed (with --minutes some may not have started), 1 a run crashed or
@@ -538,6 +562,10 @@ def main(arguments: list[str] | None = None) -> int:
             print("no GPU: a rehearsal on a CPU, with tiny shapes", flush=True)
         with locked(str(plan.out)):
             record = write_record(plan, run_all(plan))
+            curves = {name: cell["curves"] for name, cell in record["cells"].items()
+                      if "curves" in cell}
+            if curves:
+                draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
     table = report(record, options.metrics, chosen)
     if options.narrow:

@@ -61,7 +61,7 @@ def freed_by_sleep(rows: Rows) -> float | None:
     return median(freed) if freed else None
 
 
-def verdicts(rows: list[Row]) -> str | None:
+def verdicts(rows: Rows) -> str | None:
     """The causes that the probe has named at any step. Without one, its last verdict."""
     probed = [row["probe"] for row in rows if "probe" in row]
     causes = dict.fromkeys(verdict for verdict in probed if ":" in verdict)

@@ -100,7 +100,7 @@ def engine_folder(tmp_path_factory) -> str:
     """The folder of an untied model. Its generation_config.json asks for another distribution in every way it can."""
     traps = {"repetition_penalty": 1.8, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "min_p": 0.3, "eos_token_id": 50}
     root = tmp_path_factory.mktemp("engine")
-    qwen2(tied=False).save_pretrained(root)
+    qwen2().save_pretrained(root)
     (root / "generation_config.json").write_text(json.dumps(traps))
     return str(root)
 

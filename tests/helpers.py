@@ -162,14 +162,14 @@ def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
 
 @contextmanager
 def started(
-    folder: str, policy: Policy, parity: ParityFlags | None = None, in_flight: bool = False, **options,
+    folder: Path | str, policy: Policy, parity: ParityFlags | None = None, in_flight: bool = False, **options,
 ) -> Iterator[Engine]:
     """A live engine for the architecture in `folder`. It holds the policy's weights.
 
     The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. With
     `in_flight` its requests may be unfinished at a load.
     """
-    shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
+    folder, shapes = str(folder), {name: tensor.shape for name, tensor in policy.weights().items()}
     parity = parity or ParityFlags()
     checks = {name: options.pop(name) for name in ("verify_loads", "canary_nats") if name in options}
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
@@ -273,7 +273,7 @@ def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) ->
 
 
 # ------------------------------------------------------------------------------------------------ small models
-def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
+def qwen2(tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed + SHIFT)
     model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied, "pad_token_id": None}
@@ -319,10 +319,11 @@ def import_qwen3_5() -> None:
         import_module("vllm.model_executor.models.qwen3_5")
 
 
-def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
+def small_model(name: str, tied: bool = False, **changes) -> PreTrainedModel:
     """Random; untied, its logits are so wide that a lost scale or cap shows. `changes` are of the text model."""
     if name == "Qwen3_5":
         import_qwen3_5()
+    tied = tied or name in ALWAYS_TIED
     options, auto, tie = CLASSES[name]["options"], AutoModelForCausalLM, {"tie_word_embeddings": tied}
     if "text_config" in options:
         auto = AutoModelForImageTextToText
@@ -346,7 +347,7 @@ def policy_of(
     folder: Path, name: str, tied: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes
 ) -> Policy:
     """The policy of a small model that is saved in the folder."""
-    small_model(name, tied or name in ALWAYS_TIED, **changes).save_pretrained(folder)
+    small_model(name, tied, **changes).save_pretrained(folder)
     policy = policy_in(folder, dtype, device)
     give_one_table(policy.model, None)
     return policy
@@ -416,6 +417,12 @@ SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--m
 
 def rows(out: Path, table: str = "metrics") -> list[dict]:
     return [json.loads(line) for line in (out / f"{table}.jsonl").read_text().splitlines()]
+
+
+def rows_of_run(root: Path, out: Path, options: str, *more: str) -> list[dict]:
+    """What a run in this process measures, the arguments as in `command`."""
+    train_here(command(root, f"{options} --out {out}", *more))
+    return rows(out)
 
 
 def timeless(out: Path) -> list[dict]:

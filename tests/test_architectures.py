@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from helpers import (
-    ALWAYS_TIED,
     ARCHITECTURES,
     AT_PARITY,
     MATRIX_PROMPTS,
@@ -19,7 +18,6 @@ from helpers import (
     RECURRENT,
     ROUNDING,
     SIXTEEN,
-    command,
     drawn_ids,
     dtypes_of,
     floors,
@@ -28,10 +26,9 @@ from helpers import (
     move,
     policy_in,
     policy_of,
-    rows,
+    rows_of_run,
     small_model,
     started,
-    train_here,
 )
 from packaging import version
 from torch.overrides import TorchFunctionMode
@@ -56,7 +53,7 @@ NAMES = [name for name in ARCHITECTURES if name not in PATCHED] + ["Lfm2", "Deep
 def check_agreement(folder: Path, name: str) -> None:
     """|trainer - engine| before and after each of two changed loads."""
     policy = policy_of(folder, name, dtype=torch.bfloat16 if name == BY_LAYERS else torch.float32)
-    with started(str(folder), policy) as engine:
+    with started(folder, policy) as engine:
         derived = [each for each in engine.settings["not_proven"] if ".mla_attn.W_U" in each]
         assert engine.settings["not_proven"] == derived  # by vLLM, from tensors that are proven
         assert bool(derived) == (name == "DeepseekV3")
@@ -99,7 +96,7 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
     """Prompts of 1 to 40 tokens, so that a window of 16 cuts; responses of 1 to 30 tokens with kept sets; one prompt
     has one response, one row is masked. Phi's head has a bias, Gemma 2's a soft cap, Granite's and Cohere's a scale.
     """
-    model, seen = small_model(name, name in ALWAYS_TIED), []
+    model, seen = small_model(name), []
     model.set_attn_implementation(attention_for(model.config))
     model.set_experts_implementation("eager")  # torch has no grouped float64 product
     for each in model.parameters():  # biases, too
@@ -110,6 +107,7 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
                 for size, lengths in groups.items() for prompt in [drawn_ids(size)] for length in lengths]
     for rollout in rollouts:
         rollout.kept = [numpy.unique([token, *drawn_ids(30)]) for token in rollout.token_ids]
+        rollout.trained = [token != 95 for token in rollout.token_ids]  # others are of an environment
     batch = make_batch(rollouts, device).mask_rows([True] * 7 + [False])
     batch = replace(batch, mask=batch.mask.double())
     weights, ours = torch.randn(batch.mask.shape).to(batch.mask), []
@@ -138,7 +136,7 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
 
 @pytest.mark.parametrize("name", [*RECURRENT, "Qwen3_5Text"])
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
-    policy = Policy(small_model(name, False))
+    policy = Policy(small_model(name))
     assert policy_options(policy.model) == {}
     rollouts = [Rollout([0, 95, 7, 0], 0, drawn_ids(length), [0.0] * length) for length in (5, 36, 13, 21, 36, 29)]
     for rollout, together in zip(rollouts, policy.score(make_batch(rollouts))["logprobs"], strict=True):
@@ -151,7 +149,7 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
     """With this seed one of the canary's 12 tokens differs by 0.5 nats in fp16, the mean by 0.12 (allowed: 0.05)."""
     for dtype, faulty, word in ((torch.float16, "experts.", "median"), (torch.float32, "0.mlp.experts.1.down", "mean")):
         policy = policy_of(tmp_path, "Qwen3Moe", dtype=dtype)
-        with started(str(tmp_path), policy) as engine:
+        with started(tmp_path, policy) as engine:
             stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
             move(policy, 0.02, seed=26)
             load_into(engine, policy)
@@ -171,7 +169,7 @@ def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, name, dtype, fla
     """
     policy = policy_of(tmp_path, name, dtype=dtype)
     policy.model.get_output_embeddings().weight.data += 4 * torch.randn(64, generator=torch.Generator().manual_seed(0))
-    with started(str(tmp_path), policy, ParityFlags(**flags)) as engine:
+    with started(tmp_path, policy, ParityFlags(**flags)) as engine:
         for seed in range(8):
             policy.model.get_output_embeddings().weight.data *= 1.3
             move(policy, 0.005, seed)
@@ -188,7 +186,7 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
         assert inputs[0].dtype == SIXTEEN, "16 bits alone"
 
     policy.model.base_model.layers[0].mlp.register_forward_pre_hook(kernel)
-    with started(str(tmp_path), policy) as engine:
+    with started(tmp_path, policy) as engine:
         assert engine.settings["canary"].endswith("nats (limit 1.5e-01)")
         assert "noise is NOT MEASURED, AssertionError('16 bits alone" in capsys.readouterr().out
         engine.close()
@@ -202,7 +200,7 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
 def test_the_canary_passes_the_window_or_the_original_context_if_the_runs_rows_do(
         tmp_path, name, window, longest, length):
     policy = policy_of(tmp_path, name, sliding_window=window)
-    with started(str(tmp_path), policy, max_model_len=longest, block_size=32) as engine:
+    with started(tmp_path, policy, max_model_len=longest, block_size=32) as engine:
         assert canary.length(engine) == length
 
 
@@ -212,9 +210,9 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     out, folder = tmp_path / "run", tmp_path / "model"
     first = policy_of(folder, name).weights()
     toy_tokenizer().save_pretrained(folder)  # 15 of the model's 96 tokens: the others are sampled too
-    train_here(command(good, f"--model {folder} --task {{root}}/task.py --out {out} --steps 10 --max-new-tokens 12"
-                       " --group-size 4 --lr 1e-3 --num-minibatches 1 --eval-problems 2"))  # fmt: skip
-    steps = rows(out)[1:]
+    _, *steps = rows_of_run(
+        good, out, f"--model {folder} --task {{root}}/task.py --steps 10 --max-new-tokens 12 --group-size 4 --lr 1e-3"
+                   " --num-minibatches 1 --eval-problems 2")  # fmt: skip
     assert sum(row["updates"] for row in steps) > 5  # a step may have no signal
     at_parity = [row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps]
     # A tie within rounding sends a token of a mixture to another expert, in one step of many.
@@ -248,7 +246,7 @@ def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name
     name, changes, dtype, sentence, tmp_path
 ):
     policy = policy_of(tmp_path, name, dtype=getattr(torch, dtype), **changes)
-    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(str(tmp_path), policy, block_size=32):
+    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(tmp_path, policy, block_size=32):
         pass
 
 
@@ -256,7 +254,7 @@ def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name
 def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name):
     """Not at all would be no floor; by more would be another attention: a lost window, cap, scale or group of heads."""
     for dtype in dtypes_of(name):
-        policy = Policy(small_model(name, name in ALWAYS_TIED).to(dtype))
+        policy = Policy(small_model(name).to(dtype))
         policy.model.set_attn_implementation(attention_for(policy.model.config))
         ids = torch.tensor(MATRIX_PROMPTS)
         with torch.no_grad():

@@ -20,7 +20,7 @@ def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses():
     rollouts = [Rollout([5 + place] * prompt, 0, [6] * tokens, [-1.0] * tokens)
                 for place, (prompt, tokens) in enumerate(groups) for _ in range(4)]  # fmt: skip
     advantages = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(4)[:, None]
-    batch, model = replace(make_batch(rollouts), advantages=advantages), Policy(qwen2(tied=False)).model
+    batch, model = replace(make_batch(rollouts), advantages=advantages), Policy(qwen2()).model
     body = sum(each.weight.numel() for each in model.model.modules() if isinstance(each, torch.nn.Linear))
     head = model.lm_head.weight.numel()
     work = [2 * body * (prompt + 4 * (tokens - 1)) + 2 * head * 4 * tokens for prompt, tokens in groups]

@@ -67,20 +67,10 @@ def test_weights_and_rejections_equal_their_definitions_on_60_ragged_batches():
     assert all(0.001 < sum(share) / len(share) < 0.9 for share in shares.values())
 
 
-def test_sequence_mask_of_trl_is_a_choice_of_options():
-    """TRL 1.16.0's default: exp of the summed log-ratio on each token, 0 above 3; its mean counts all tokens."""
-    rule = Options(reject="sequence", reject_low=1e-30, reject_high=3, reject_mean="all").rule
-    summed, mask = torch.tensor([[-9.0], [-0.5], [1.0], [1.2]]), torch.tensor([[1.0, 1.0, 0.0]]).expand(4, 3)
-    sides = summed * mask / 2, torch.zeros(4, 3), mask
-    rejected, counted = rule(Sides(*sides))
-    weights = CORRECTIONS["sequence"](*sides, 3) * ~rejected
-    torch.testing.assert_close(weights, summed.exp() * (summed < math.log(3)) * mask)
-    assert torch.equal(counted, mask)
-
-
 def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
     assert Options().rule is None
-    assert Options(reject="sequence", reject_low=0.1).rule == REJECTIONS["sequence"]._replace(bounds=(0.1, 2.0))
+    sequence = Options(reject="sequence", reject_low=0.1, reject_mean="all").rule
+    assert sequence == REJECTIONS["sequence"]._replace(bounds=(0.1, 2.0), mean="all")
     assert Options(reject="trm", reject_high=0.5).rule == REJECTIONS["trm"]._replace(bounds=(-math.inf, 0.5))
 
 

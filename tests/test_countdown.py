@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import time
 from fractions import Fraction
 
@@ -38,24 +39,27 @@ def test_every_problem_has_a_solution_and_the_solution_is_rewarded():
             assert reward(Problem(question, answer, "test"), f"<answer>{text}</answer>") == right
 
 
-RESPONSES = {
-    ("3 4 25 = 100", 0): [
-        "<answer>(25 - 3) * 4 + 12</answer>", "<answer>25 * 4</answer>",  # another number, one that is not used
-        "<answer>25*4*3/3</answer>", "<answer>25*(3+4)</answer>",  # one that is used twice, another value
-        "<answer>25*4**3</answer>", "<answer>25//3*4</answer>", "<answer>25*4+(3</answer>", "<answer>3/0+25*4</answer>",
-        "<answer>__import__('os').getcwd()</answer>", "<answer>(3)(4)+25</answer>", "100", "",
-    ],
-    ("2 4 5 = 10", 1): ["4*5/2", "<answer>5*4/\n2</answer>", "<answer>5×4÷2</answer>",  # noqa: RUF001
-                        "I think <answer>1</answer> no, <answer> 5*(4/2) </answer>"],
-    ("2 4 5 = -18", 1): ["<answer>-(4*5-2)</answer>"], ("1 3 3 = 1", 1): ["1/3*3"], ("2 3 8 = 3", 1): ["8-3-2"],
-    ("7 = -7", 1): ["-" * 199 + "7"], ("7 = 7", 0): ["-" * 200 + "7"],  # a limit
-}  # fmt: skip
+# An answer => right responses, or =/= wrong ones. The first: another number, one that is not used, one that is used
+# twice, another value. The last two: a limit.
+RESPONSES = f"""\
+3 4 25 = 100 =/= <answer>(25 - 3) * 4 + 12</answer> ~ <answer>25 * 4</answer> ~ <answer>25*4*3/3</answer>
+3 4 25 = 100 =/= <answer>25*(3+4)</answer> ~ <answer>25*4**3</answer> ~ <answer>25//3*4</answer> ~ 100
+3 4 25 = 100 =/=  ~ <answer>25*4+(3</answer> ~ <answer>3/0+25*4</answer> ~ <answer>(3)(4)+25</answer>
+3 4 25 = 100 =/= <answer>__import__('os').getcwd()</answer>
+2 4 5 = 10 => 4*5/2 ~ <answer>5*4/⏎2</answer> ~ <answer>5×4÷2</answer>
+2 4 5 = 10 => I think <answer>1</answer> no, <answer> 5*(4/2) </answer>
+2 4 5 = -18 => <answer>-(4*5-2)</answer>
+1 3 3 = 1 => 1/3*3
+2 3 8 = 3 => 8-3-2
+7 = -7 => {"-" * 199}7
+7 = 7 =/= {"-" * 200}7"""  # noqa: RUF001
 
 
-@pytest.mark.parametrize("answer, earned", RESPONSES)
-def test_a_reward_is_for_the_value_with_each_number_once(answer, earned):
-    for response in RESPONSES[answer, earned]:
-        assert reward(Problem("", answer, "test"), response) == earned, response
+@pytest.mark.parametrize("line", RESPONSES.split("\n"), ids=lambda line: line[:20])
+def test_a_reward_is_for_the_value_with_each_number_once(line):
+    answer, sign, responses = re.split(" (=>|=/=) ", line.replace("⏎", "\n"))
+    for response in responses.split(" ~ "):
+        assert reward(Problem("", answer, "test"), response) == (sign == "=>"), response
 
 
 @pytest.mark.parametrize("text", [

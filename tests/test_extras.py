@@ -34,8 +34,8 @@ def copied(folder: Path, without: list[str]) -> Path:
 
 def run(folder: Path, *words: str) -> list[dict]:
     """The rows of metrics.jsonl without seconds and memory."""
-    job = "--steps", "1", "--num-prompts", "16", "--eval-problems", "8", "--out", folder / "run", *words
-    subprocess.run([sys.executable, folder / "train.py", *job], cwd=folder, check=True, capture_output=True)
+    job = f"train.py --steps 1 --num-prompts 16 --eval-problems 8 --out {folder}/run".split()
+    subprocess.run([sys.executable, *job, *words], cwd=folder, check=True, capture_output=True)
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [{name: value for name, value in row.items() if not name.endswith(("_s", "_gib"))} for row in rows]
 

@@ -35,7 +35,7 @@ def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_t
 @pytest.mark.engine
 def test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error(good, tmp_path):
     size = "--num-prompts 4 --max-new-tokens 8 --kv-cache-gib 2"
-    run("-m", "lab.study", "gpu", "--cells", "parity", "--steps", "3", "--out", str(tmp_path),
+    run(*f"-m lab.study gpu --cells parity --steps 3 --out {tmp_path}".split(),
         f"--train-args=--model {good / 'model'} {size}")  # fmt: skip
     measured = read_json(tmp_path / "gpu.json")["cells"]["parity"]["metrics"]
     assert measured["freed"][0] > 1.9

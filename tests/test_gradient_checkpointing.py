@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from helpers import ALWAYS_TIED, ARCHITECTURES, qwen2, small_model
+from helpers import ARCHITECTURES, qwen2, small_model
 
 from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
@@ -21,7 +21,7 @@ CASES += [(name, 2) for name in ("Llama", "GPTNeoX", "Gemma2")]
 def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
     """Also those of adapters with this rank, which have grown; 0: without."""
     dtype = torch.bfloat16 if rank else torch.float32
-    model = small_model(name, name in ALWAYS_TIED, dropout=0.5).to(dtype)
+    model = small_model(name, dropout=0.5).to(dtype)
     model.set_attn_implementation(attention_for(model.config))
     if rank:
         for layer in Adapters(model, Options(rank), seed=0).layers.values():

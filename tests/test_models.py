@@ -71,7 +71,7 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     name, changes, after, shard, tmp_path, capsys, monkeypatch
 ):
     source, last = tmp_path / "source", "model.layers.1."
-    small_model(name, False, **changes).save_pretrained(source)
+    small_model(name, **changes).save_pretrained(source)
     table = load_file(source / "model.safetensors")
     more = {after + each.removeprefix(last): tensor + 1 for each, tensor in table.items() if each.startswith(last)}
     others = {"model.layers.3.mlp.weight": torch.ones(2), "value_head.weight": torch.ones(2)}
@@ -100,7 +100,7 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     ("GPT2", "h.0.attn.bias", "GPT2LMHeadModel does not have: h.0.attn.bias\n"),  # a mask, which the class ignores
 ])  # fmt: skip
 def test_no_tensor_that_the_model_has_or_computes_is_said_to_be_lost(name, more, said, tmp_path, capsys):
-    small_model(name, False).save_pretrained(tmp_path)
+    small_model(name).save_pretrained(tmp_path)
     table = load_file(tmp_path / "model.safetensors")
     table = {more: torch.ones(16)} | table
     table = {each.removeprefix("transformer."): tensor for each, tensor in table.items()}  # as GPT-2 of the hub

@@ -12,6 +12,7 @@ from engine_adapter import Engine, ParityFlags, Sampling
 from verify import experts, model_cases
 from verify.errors import EngineStateError, WeightLoadError
 
+pytestmark = pytest.mark.engine
 BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens
 
 
@@ -71,13 +72,12 @@ DTYPES = torch.float32, torch.bfloat16
 CASES = [(fault, dtype) for fault, (_, _, _, *reports) in FAULTS.items() for dtype in DTYPES[: len(reports)]]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("fault, dtype", CASES)
 def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, monkeypatch, fault, dtype):
     name, options, plant, *reports = FAULTS[fault]
     options = dict(block_size=BLOCK) | options
     policy = policy_of(tmp_path, name, options.pop("tied", False), dtype)
-    with started(str(tmp_path), policy, **options) as engine:
+    with started(tmp_path, policy, **options) as engine:
         plant(engine, monkeypatch, deepcopy(policy).weights())
         move(policy, 0.0005 if dtype == torch.bfloat16 else 0.005)
         report = reports[DTYPES.index(dtype)]
@@ -90,7 +90,6 @@ def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, 
 GPU = [pytest.mark.gpu, pytest.mark.own_process]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name, byte, device", [  # of bytes of 69 a float32 is 3156, of 255 NaN
     ("Llama", 69, "cpu"), ("FalconH1", 255, "cpu"), pytest.param("Llama", 255, "cuda", marks=GPU),
     pytest.param("FalconH1", 255, "cuda", marks=GPU),
@@ -98,7 +97,7 @@ GPU = [pytest.mark.gpu, pytest.mark.own_process]
 def test_undefined_pages_and_recurrent_states_change_no_value(tmp_path, name, byte, device):
     """A CPU's attention may multiply a NaN behind the last token by 0: then the run stops."""
     policy = policy_of(tmp_path, name, device=device)
-    with started(str(tmp_path), policy) as engine:
+    with started(tmp_path, policy) as engine:
         for cache in engine.runner.kv_caches:
             for part in [cache] if isinstance(cache, torch.Tensor) else cache:
                 part.view(torch.uint8).fill_(byte)

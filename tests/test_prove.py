@@ -15,6 +15,7 @@ from examples.prove_remote import differing
 from examples.prove_trl import proven
 from verify.start import prepare_environment
 
+pytestmark = pytest.mark.engine
 SMALL = dict(dtype="bfloat16", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=2**26,
              skip_tokenizer_init=True, worker_extension_cls="examples.prove_remote.Prover")  # fmt: skip
 
@@ -38,7 +39,6 @@ FAULTS = {  # of a sync, and what the proof names
 }
 
 
-@pytest.mark.engine
 @pytest.mark.own_process
 @pytest.mark.skipif(not find_spec("trl"), reason="needs pip install trl==1.16.0")
 def test_each_fault_of_trls_sync_is_named(good, tmp_path, monkeypatch):
@@ -81,7 +81,6 @@ def test_each_fault_of_trls_sync_is_named(good, tmp_path, monkeypatch):
     assert len(reports) == len(steps) == 3 * len(FAULTS)
 
 
-@pytest.mark.engine
 def test_a_changed_bit_is_named_in_another_process(tmp_path, monkeypatch):
     close_live_engine()
     prepare_environment()
@@ -100,7 +99,6 @@ def test_a_changed_bit_is_named_in_another_process(tmp_path, monkeypatch):
     llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.mark.engine
 def test_the_faults_of_vllms_reload_are_those_of_the_page(tmp_path, capfd):
     """A stale head, and memory that nothing has written."""
     prepare_environment()

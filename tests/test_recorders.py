@@ -53,7 +53,7 @@ if __name__ == "__main__":
 @pytest.mark.engine
 def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     """Default settings give raw log-probabilities; a running LLM with processed ones is parity."""
-    qwen2(tied=False).save_pretrained(tmp_path / "model")
+    qwen2().save_pretrained(tmp_path / "model")
     shutil.copy(ROOT / "examples" / "record_vllm.py", tmp_path)
     (tmp_path / "both.py").write_text(TWO_WAYS_IN)
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True,
@@ -61,8 +61,8 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
              "VLLM_CPU_KVCACHE_SPACE": "1"}  # by itself the file reserves 4 GiB
     done = subprocess.run(
-        [sys.executable, "both.py", "--model", str(tmp_path / "model"), "--out", "default.npz", "--new-tokens", "32",
-         "--engine-args", json.dumps(engine)],
+        [sys.executable, *f"both.py --model {tmp_path}/model --out default.npz --new-tokens 32 --engine-args".split(),
+         json.dumps(engine)],
         cwd=tmp_path, env=os.environ | quick | {"VLLM_API_KEY": "secret"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -102,9 +102,9 @@ def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tm
         _buffered_inputs=[batch], save_model=lambda folder: Path(folder).mkdir(parents=True),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model), model=SimpleNamespace(dtype=torch.float32),
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)  # fmt: skip
-    callback = TraceRecorder(trainer, tmp_path, steps=2)
-    for step in (0, 1):  # two optimizer steps on one batch
-        callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
+    callback, state = TraceRecorder(trainer, tmp_path, steps=2), SimpleNamespace(is_world_process_zero=True)
+    for state.global_step in (0, 1):  # two optimizer steps on one batch
+        callback.on_pre_optimizer_step(None, state, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000", "step_000000.json"]
     (again,) = load_traces(str(tmp_path / "step_000000.json"))
     assert (again.name, again.sampling.temperature) == ("trl", 0.7)
@@ -113,4 +113,4 @@ def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tm
     assert status_of(tmp_path / "step_000000.json") == "parity"
     trainer._buffered_inputs = [{name: batch[name] for name in batch if name != "old_per_token_logps"}]
     with pytest.raises(ValueError, match="needs use_vllm=True and vllm_importance_sampling_correction=True"):
-        callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=2, is_world_process_zero=True), None)
+        callback.on_pre_optimizer_step(None, state, None)

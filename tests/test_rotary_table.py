@@ -32,7 +32,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0, "max_traine
 ])  # fmt: skip
 def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, rope, longest, factors, scale):
     context = {"original_max_position_embeddings": 16, "max_position_embeddings": 16 if rope is DYNAMIC else 256}
-    model = small_model(name, False, rope_parameters=deepcopy(rope), **context).double()
+    model = small_model(name, rope_parameters=deepcopy(rope), **context).double()
     model.set_experts_implementation("eager")  # torch has no grouped float64 product
     oracle, exported = deepcopy(model), model.config.to_dict()
     give_one_table(model, longest)

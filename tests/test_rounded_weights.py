@@ -2,18 +2,7 @@
 
 import pytest
 import torch
-from helpers import (
-    ROUNDING,
-    command,
-    load_into,
-    mismatch,
-    move,
-    policy_in,
-    rows,
-    small_model,
-    started,
-    train_here,
-)
+from helpers import ROUNDING, SMALL, load_into, mismatch, move, policy_in, rows_of_run, small_model, started
 
 from extras.lora import Adapters, Options
 from extras.rounded_weights import ROUNDINGS, RoundedWeights, rounded
@@ -39,11 +28,11 @@ def test_each_value_is_the_nearest_multiple_of_the_scale(kind):
 ])  # fmt: skip
 def test_the_engine_holds_what_is_sent_bit_by_bit_and_the_canary_scores_with_it(tmp_path, name, dtype, kind):
     """Without a kind of rounding: the sums of weights and adapters."""
-    model = small_model(name, False).to(dtype)
+    model = small_model(name).to(dtype)
     model.save_pretrained(tmp_path)
     own = {name: tensor.clone() for name, tensor in Policy(model).weights().items()}
     policy = Policy(model, send=RoundedWeights(model, kind) if kind else Adapters(model, Options(4), 1))
-    with started(str(tmp_path), policy, verify_loads=1) as engine:
+    with started(tmp_path, policy, verify_loads=1) as engine:
         sent = policy.weights()
         changed = {name for name in own if not torch.equal(sent[name], own[name])}
         assert changed == {name for name in own if kind and "_proj.weight" in name}
@@ -55,21 +44,19 @@ def test_the_engine_holds_what_is_sent_bit_by_bit_and_the_canary_scores_with_it(
 
 @pytest.mark.engine
 def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded_ones(good, tmp_path):
-    words = "--task {root}/task.py --steps 2 --num-prompts 8 --group-size 4 --eval-problems 4 --max-new-tokens 6"
-    out = tmp_path / "run"
-    train_here(command(good, f"{words} --rollout-weights int4 --tis token --eval-trainer-alone --out {out}"))
-    for row in rows(out)[1:]:
-        assert row["mismatch_abs_mean"] > 10 * ROUNDING
-    saved = policy_in(out / "policy").model
+    words = "--task {root}/task.py --steps 2 --rollout-weights int4 --tis token --eval-trainer-alone"
+    _, *steps = rows_of_run(good, tmp_path, words, *SMALL)
+    assert all(row["mismatch_abs_mean"] > 10 * ROUNDING for row in steps)
+    saved = policy_in(tmp_path / "policy").model
     weight = saved.model.layers[0].mlp.down_proj.weight
     assert all(len(row.unique()) > 15 for row in weight)  # int4 has 15 values in a channel
 
 
 def test_a_convolution_before_a_recurrent_state_is_not_rounded_and_the_audit_says_so():
-    assert RoundedWeights(small_model("Mamba2", False), "int8").name == "4 linear layers (not Conv1d) rounded to int8"
+    assert RoundedWeights(small_model("Mamba2"), "int8").name == "4 linear layers (not Conv1d) rounded to int8"
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GPT2"])
 def test_a_model_with_other_matrices_is_refused(name):
     with pytest.raises(ValueError, match="rollout_weights must be own for models with"):
-        RoundedWeights(small_model(name, False), "int8")
+        RoundedWeights(small_model(name), "int8")

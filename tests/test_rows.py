@@ -117,18 +117,6 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
         assert problem.messages[1] == CALLED[1] | {"content": ""}
 
 
-@pytest.mark.parametrize("name, text, complaint", [
-    ("a.tsv", "1+1\t2\n2+1\t3\n", r"it has 1\+1, 2 \(in .csv and .tsv the first line names them\)"),
-    ("a.txt", "question\tanswer\n1+1\t2\n", "tables end in .csv or .tsv"),
-    ("a.csv", "question,answer\nOf 1, 2?,2\n", r"line 2: it has more cells than columns, the last are \['2'\]"),
-    ("a.csv", 'question,answer\n"One" or 2?,2\n', "as CSV failed: _csv.Error: ',' expected after '\"'"),
-])  # fmt: skip
-def test_a_table_that_would_be_misread_is_refused(tmp_path, name, text, complaint):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=complaint):
-        task_of(tmp_path / name)
-
-
 ROWS_007 = b'{"question": "\xc3\xa9 1", "answer": "007"}\n{"question": "2", "answer": "1.50"}\n'
 TOLD = {  # what a README says, a file, and its bytes
     "skiprows: 1": ("a.csv", "comment\nquestion,answer\né 1,007\n2,1.50".encode()),

@@ -5,16 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_path import RUNNER, triton_numpy
-from helpers import (
-    PROMPTS,
-    ROUNDING,
-    at,
-    command,
-    qwen2,
-    rows,
-    started,
-    train_here,
-)
+from helpers import PROMPTS, ROUNDING, at, qwen2, rows_of_run, started
 
 from engine_adapter import reseed
 from extras.masks import MaskedSampling, masked_logits
@@ -31,7 +22,7 @@ def test_this_process_has_runner_v2_and_its_kernels_give_what_tritons_interprete
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     masks = {}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.05)
-    with started(engine_folder, Policy(qwen2(tied=False)), max_num_seqs=8) as engine:
+    with started(engine_folder, Policy(qwen2()), max_num_seqs=8) as engine:
         assert isinstance(engine.runner, GPUModelRunner)
 
         def samples() -> list:
@@ -74,13 +65,11 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
     from vllm.v1.worker.gpu.sample import sampler
 
     usual, again = sampler.gumbel_sample, {"apply_temperature": True}
-    words = command(good, "--task {root}/task.py --steps 1 --num-prompts 16 --group-size 8 --max-new-tokens 12"
-                    " --temperature 0.6 --eval-problems 4 --probe-on-alarm")  # fmt: skip
-    train_here([*words, "--out", str(tmp_path / "right")])
-    assert alarms(rows(tmp_path / "right")[1], 0.2) == []
+    words = ("--task {root}/task.py --steps 1 --num-prompts 16 --group-size 8 --max-new-tokens 12 --temperature 0.6"
+             " --eval-problems 4 --probe-on-alarm")
+    assert alarms(rows_of_run(good, tmp_path / "right", words)[1], 0.2) == []
     monkeypatch.setattr(sampler, "gumbel_sample", lambda *given, **named: usual(*given, **named | again))
-    train_here([*words, "--out", str(tmp_path / "wrong")])
-    row = rows(tmp_path / "wrong")[1]
+    _, row = rows_of_run(good, tmp_path / "wrong", words)
     assert row["mismatch_abs_mean"] < ROUNDING
     assert alarms(row, 0.2) == ["surprisal_z"]
     report = (tmp_path / "wrong" / "probe" / "step_000001.txt").read_text()
@@ -89,7 +78,7 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
 
 def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(engine_folder):
     """Both softmaxes are over the set that the engine kept, so the mismatch is that of parity."""
-    policy, sampling = Policy(qwen2(tied=False)), MaskedSampling(0.4, 4, top_p=0.9, min_p=0.02, max_kept=96)
+    policy, sampling = Policy(qwen2()), MaskedSampling(0.4, 4, top_p=0.9, min_p=0.02, max_kept=96)
     with started(engine_folder, policy, max_num_seqs=128) as engine:
         reseed(0)
         batch = make_batch(engine.generate(PROMPTS, 24, sampling))  # more than 64 rows

@@ -11,13 +11,10 @@ from helpers import (
     ROUNDING,
     at,
     built,
-    command,
-    load_into,
     minibatches_of,
     qwen2,
-    rows,
+    rows_of_run,
     started,
-    train_here,
 )
 
 from engine_adapter import Engine, ParityFlags, Rollout, reseed
@@ -81,7 +78,7 @@ def check_masks(policy: Policy, engine, rounding: float = ROUNDING) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[*DEVICES[1].marks, pytest.mark.own_process])])
 def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_takes_its_softmax_over_them(
         engine_folder, device):
-    policy = Policy(qwen2(tied=False).to(device))
+    policy = Policy(qwen2().to(device))
     with started(engine_folder, policy) as engine:
         check_masks(policy, engine, ROUNDING if device == "cpu" else 1e-3)
         with pytest.raises(ValueError, match=r"max_kept must be .* got 5, one has more .*--max-kept"):
@@ -90,7 +87,7 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
 
 @pytest.mark.engine
 def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
-    policy = Policy(qwen2(tied=False))
+    policy = Policy(qwen2())
     with started(engine_folder, policy, ParityFlags(sampling_mask=False)) as engine:
         assert engine.settings["max_logprobs"] == 20  # vLLM's default
         rollouts = sampled(engine, max_kept=0, top_p=0.8)
@@ -102,20 +99,8 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
     assert means["kept_mass"] < 0.95
 
 
-@pytest.mark.engine
-def test_an_aborted_request_forgets_its_kept_sets(engine_folder):
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folder, policy, ParityFlags(inflight_keep=False), in_flight=True) as engine:
-        rollouts = engine.submit(PROMPTS[0], 4, MaskedSampling(1.3, 12, top_k=2, max_kept=4), seed=9)
-        engine.step()
-        load_into(engine, policy)
-        while engine.num_unfinished:
-            engine.step()
-    assert all(len(rollout.kept) == len(rollout.token_ids) for rollout in rollouts)
-
-
 def test_the_reference_engine_samples_under_the_same_masks():
-    policy = Policy(qwen2(tied=False))
+    policy = Policy(qwen2())
     engine = TransformersEngine(policy)
     engine.load(policy.weights(), policy.response_logprobs)
     check_masks(policy, engine)
@@ -134,20 +119,15 @@ def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution()
 
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
-def test_kept_sets_go_to_the_trained_tokens_of_rows_with_a_loss_and_are_refused_if_one_is_missing():
-    rollouts = [Rollout([5] * size, 0, [7, 8, 9], [-0.1] * 3, trained=[True, False, True],
-                        kept=[torch.tensor([size, token]).numpy() for token in (7, 8, 9)]) for size in (1, 2, 3)]
-    batch = make_batch(rollouts).mask_rows([True, False, True])
-    assert batch.mask.tolist() == [[1, 0, 1, 0, 0], [0] * 5, [0, 0, 1, 0, 1]]
-    logits = kept_sets(batch, batch.mask > 0)(torch.zeros(4, 96), slice(None))
-    assert logits.isfinite().nonzero()[:, 1].tolist() == [1, 7, 1, 9, 3, 7, 3, 9]
-    rollouts[2].kept.pop()
+# That they go to the trained tokens of rows with a loss: test_architectures.py.
+def test_kept_sets_are_refused_if_one_is_missing():
+    batch = make_batch([Rollout([5], 0, [7, 8], [-0.1] * 2, kept=[torch.tensor([7]).numpy()])])
     with pytest.raises(AssertionError, match="of all tokens of a row"):
         kept_sets(batch, batch.mask > 0)
 
 
 def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds():
-    policy, ids = Policy(qwen2(tied=False)), [5, 6, 7]
+    policy, ids = Policy(qwen2()), [5, 6, 7]
     with torch.no_grad():
         likely = (policy.model(torch.tensor([ids])).logits[0, -1] / 1.3).double().log_softmax(0).sort(descending=True)
     rollout = Rollout(ids, 0, [int(likely.indices[2])], [0.0], kept=[likely.indices[:3].numpy()])
@@ -163,10 +143,10 @@ def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds()
 # ------------------------------------------------------------------------------------------------ runs
 @pytest.mark.engine
 def test_a_run_with_a_mask_and_groups_in_flight_is_at_parity(good, tmp_path):
-    train_here(command(good, "--task {root}/task.py --steps 3 --group-size 4 --max-new-tokens 12 --eval-problems 4"
-                       " --temperature 1.3 --min-p 0.05 --top-k 20 --inflight-groups 3 --parity.no-inflight-keep",
-                       "--out", str(tmp_path)))  # fmt: skip
-    for row in rows(tmp_path)[1:]:
+    _, *steps = rows_of_run(
+        good, tmp_path, "--task {root}/task.py --steps 3 --group-size 4 --max-new-tokens 12 --eval-problems 4"
+                        " --temperature 1.3 --min-p 0.05 --top-k 20 --inflight-groups 3 --parity.no-inflight-keep")
+    for row in steps:
         assert row["kept_mass"] < 0.999
         assert row["current_mismatch_abs_mean"] <= ROUNDING
 

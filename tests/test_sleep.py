@@ -4,12 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from gpu_path import lossy_sleep
-from helpers import (
-    close_live_engine,
-    command,
-    timeless,
-    train_here,
-)
+from helpers import close_live_engine, rows_of_run, timeless
 
 
 @pytest.fixture
@@ -35,9 +30,10 @@ def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_t
     found = []
     for value in (None, float("nan")):
         sleeps.update(value=value, count=0)
-        train_here(command(good, "--task {root}/task.py --steps 5 --temperature 1.5 --group-size 4 --max-new-tokens 16"
-                                 f" --lr 1e-3 --eval-problems 4 {JOBS[job]}", "--out", str(tmp_path / str(value))))
-        found.append(timeless(tmp_path / str(value)))
+        out = tmp_path / str(value)
+        rows_of_run(good, out, "--task {root}/task.py --steps 5 --temperature 1.5 --group-size 4 --max-new-tokens 16"
+                               f" --lr 1e-3 --eval-problems 4 {JOBS[job]}")  # fmt: skip
+        found.append(timeless(out))
         assert sleeps["count"] == (0 if job == "keep" else 5)
     assert found[0] == found[1]
     assert (found[0][-1].get("tokens_wasted", 0) > 0) == (job == "abort")

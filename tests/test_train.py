@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from hashlib import sha256
 from statistics import fmean
 
 import numpy
@@ -14,16 +13,15 @@ from helpers import (
     ROUNDING,
     SMALL,
     built,
-    command,
     config_of,
     floors_of,
     policy_in,
     qwen2,
     read_json,
     rows,
+    rows_of_run,
     run_script,
     task_of,
-    train_here,
 )
 
 from engine_adapter import Rollout, Sampling, Source, reseed
@@ -71,7 +69,7 @@ def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_p
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def test_greedy_agreement_is_the_share_of_answers_without_another_token():
-    policy, likely = Policy(qwen2(tied=False)), [5, 6]
+    policy, likely = Policy(qwen2()), [5, 6]
     for _ in range(2):
         likely.append(policy.model(torch.tensor([likely])).logits[0, -1].argmax().item())
     first, second = likely[2:]
@@ -122,11 +120,11 @@ def test_a_sources_answer_serves_training_and_evaluation_and_what_it_leaves_out_
 # ------------------------------------------------------------------------------------------------ options
 def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, capsys):
     """This test has no marker `engine`, so vllm cannot be imported."""
-    train_here(command(good, "--task {root}/task.py --steps 2 --inflight-groups 3 --engine transformers", *SMALL,
-                       "--probe-every", "2", "--self-noise-every", "2", "--out", str(tmp_path)))  # fmt: skip
+    _, first, second = rows_of_run(
+        good, tmp_path, "--task {root}/task.py --steps 2 --inflight-groups 3 --engine transformers --probe-every 2"
+                        " --self-noise-every 2", *SMALL)  # fmt: skip
     assert "a warm-up of 5 steps in a run of 2: the learning rate ends at " in capsys.readouterr().out
     assert "chosen by the seed" in read_json(tmp_path / "config.json")["problems"]["evaluated"]
-    first, second = rows(tmp_path)[1:]
     assert max(row.get("current_mismatch_abs_mean") or 0 for row in (first, second)) < ROUNDING
     assert first["probe"] == "parity"
     assert 0 < first["self_noise_abs_mean"] < ROUNDING
@@ -137,8 +135,8 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, c
 
 @pytest.mark.engine
 def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
-    options = ("--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
-    train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
+    words = "--task {root}/task.py --steps 1 --probe-on-alarm --parity.no-processed-logprobs"
+    rows_of_run(good, tmp_path, words, *SMALL)
     assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean," in capsys.readouterr().out
     report = (tmp_path / "probe" / "step_000001.txt").read_text()
     assert "=> semantics: raw log-probabilities. Repair: " in report
@@ -161,12 +159,12 @@ def reward(problem, response):
 def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures_are_counted(good, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     out = tmp_path / "run"
-    train_here(command(good, f"--out {out} --task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3"
-                       " --max-new-tokens 48 --temperature 2 --dtype float16 --gradient-checkpointing"
-                       " --micro-batch-tokens 64 --mask-truncated --max-prompt-tokens 10 --overlong-prompts drop"
-                       " --reward-errors leave-out --eval-problems 16 --eval-samples 2 --eval-every 3"
-                       " --eval-trainer-alone --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4"))  # fmt: skip
-    steps = rows(out)[1:]
+    _, *steps = rows_of_run(
+        good, out, f"--task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3 --max-new-tokens 48"
+                   " --temperature 2 --dtype float16 --gradient-checkpointing --micro-batch-tokens 64 --mask-truncated"
+                   " --max-prompt-tokens 10 --overlong-prompts drop --reward-errors leave-out --eval-problems 16"
+                   " --eval-samples 2 --eval-every 3 --eval-trainer-alone --objective gspo --kl-coef 0.05"
+                   " --tis sequence --lr 1e-4")  # fmt: skip
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
     assert any(row.get("grad_norm") is not None for row in steps)  # fp16 may lose steps until its scale fits
@@ -182,15 +180,12 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
 
 
 @pytest.mark.engine
-def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new_vllm(good, tmp_path):
-    """vLLM's own `LLM` reads the weights and the sampling parameters from the folder."""
+def test_the_exported_policy_has_the_same_values_in_a_new_vllm(good, tmp_path):
+    """vLLM's own `LLM` reads weights and sampling parameters. That they are the trained ones: test_multimodal.py."""
     from vllm import LLM, SamplingParams
 
-    train_here(command(good, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL, "--out", str(tmp_path)))
+    rows_of_run(good, tmp_path, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL)
     policy = policy_in(tmp_path / "policy")
-    (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
-    trained = torch.load(checkpoint, weights_only=True)["policy"]
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in policy.trained().items())
     llm = LLM(str(tmp_path / "policy"), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
               logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
     defaults = llm.get_default_sampling_params()
@@ -203,10 +198,11 @@ def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new
 
 # ------------------------------------------------------------------------------------------------ without a run
 def test_the_process_is_seeded_by_run_stream_and_step():
-    for stream in ((0, "train", 1), (1, "train", 1), (0, "eval", 1), (0, "train", 2)):
+    seeds = set()
+    for stream in ((0, "train", 1), (1, "train", 1), (0, "eval", 1), (0, "train", 2), (0, "train", 1)):
         reseed(*stream)
-        assert torch.initial_seed() == (seed := int(sha256(repr(stream).encode()).hexdigest()[:12], 16))
-        assert numpy.random.get_state()[1][0] == seed % 2**32
+        seeds |= {torch.initial_seed(), numpy.random.randint(2**31)}
+    assert len(seeds) == 8
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():

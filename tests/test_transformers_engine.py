@@ -41,7 +41,7 @@ def test_it_has_no_mismatch_before_and_after_updates(name, changes, max_num_seqs
 
 
 def test_it_samples_from_the_distribution_it_reports():
-    policy = Policy(qwen2(tied=False))
+    policy = Policy(qwen2())
     rollouts = ready(policy, max_num_seqs=4096).generate([[5, 6, 7]], 4096, Sampling(0.7, 1))
     counts = Counter((r.token_ids[0], math.exp(r.logprobs[0])) for r in rollouts)
     likely = {share: count / 4096 for (_, share), count in counts.items() if share > 0.02}
@@ -50,7 +50,7 @@ def test_it_samples_from_the_distribution_it_reports():
 
 
 def test_foreign_weights_are_refused_and_so_is_a_load_of_an_engine_that_sleeps():
-    policy = Policy(qwen2(tied=False))
+    policy = Policy(qwen2())
     engine = ready(policy)
     with pytest.raises(WeightLoadError, match="its policy's own weights"):
         engine.load({name: tensor + 1 for name, tensor in policy.weights().items()}, policy.response_logprobs)

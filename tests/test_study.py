@@ -58,7 +58,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"transformers": [1, 4], "parity": [0, 1]}
     metrics = record["cells"]["parity"]["metrics"]
     assert (metrics["reward"], metrics["eval_trainer_alone"]) == ([0.25, 0.25], [None, None])
-    assert record["cells"]["parity"]["curves"]["reward"] == [[0.25], [0.25]]
+    assert record["cells"]["parity"]["curves"] == {"reward": [[0.25], [0.25]]}  # in a picture all have values
     assert [record[name] for name in ("command", "commit", "crashed")] == [
         "study of transformers, study of parity", "of the study", {}]
     assert "| parity | 2 | transformers | 0.25 (0.25 to 0.25); +0.00 |" in table

@@ -43,7 +43,7 @@ class Sampling:
     temperature: float  # 0 is greedy
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    # Of the Rollout, after each of its tokens: whether an option ends it here.
+    # Called with the Rollout after each of its tokens: true ends it there.
     ends: Callable[["Rollout"], bool] = field(default=lambda rollout: False, repr=False)
 
     def __post_init__(self):

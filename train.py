@@ -246,7 +246,8 @@ class Parts(extras.OneOwner):
         self.observers: list[Callable] = []  # each Step: more metrics
         self.evaluations: list[Callable] = []  # see `evaluate`
         self.writers: list[Callable] = []  # each row of metrics.jsonl
-        self.at_end: list[Callable] = []  # no argument: before the policy is saved
+        self.at_end: list[Callable] = []  # no argument: after the last step
+        self.while_saved: list[Callable] = []  # no argument: a context, the model as it is saved
         self.after_save: list[Callable] = []  # the model and its new folder
         self.on_record: list[Callable] = []  # config.json's record: the record to write
         self.complete()
@@ -368,7 +369,7 @@ def train(trainer: Trainer) -> None:
             save_checkpoint(out, step, trainer.state_dict())
     for finish in parts.at_end:
         finish()
-    save_policy(trainer.run, trainer.policy.model, parts.after_save)
+    save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
     trainer.engine.close()
 
 

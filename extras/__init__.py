@@ -15,8 +15,8 @@ the command line. A file has what it needs of, in the order in which a run uses 
 Each hook of each file is called, so a file asks itself whether its option is given. Checks raise a
 ValueError. inflight.py replaces the engine (`parts.engine_kind`) and the source of rollouts
 (`parts.source`). lora.py adds a function of the loaded model to `parts.with_model`, which also sets
-what the policy sends, `parts.policy["send"]`. What such a function adds to `parts.at_end` prepares
-the model for its folder and returns a function that undoes it: keep_best.py saves during a run.
+what the policy sends, `parts.policy["send"]`, and adds to `parts.while_saved` a context in which
+the model is as its folder has it: keep_best.py saves during a run, too.
 
 A file that is not there has no options, and all else works without it. Nothing heavy is imported at
 the top of a file: --help imports all of them. What two files share stands in a file that is not one
@@ -64,6 +64,18 @@ ENDINGS = {name: sentence for file in FILES.values()
            for name, sentence in getattr(file, "ENDINGS", {}).items()}
 
 
+def in_groups(kind: type, flat: dict[str, Any]) -> Any:
+    """The options of a dataclass and of its groups, from those by their own names."""
+    values = {}
+    for option in fields(kind):
+        if is_dataclass(option.default_factory):
+            values[option.name] = in_groups(option.default_factory, flat)
+        elif option.name in flat:
+            value = flat[option.name]
+            values[option.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
 class ByName:
     """Options of several groups by their own names."""
 
@@ -74,6 +86,11 @@ class ByName:
             group = is_dataclass(value) and name != "parity"
             flat |= asdict(value) if group else {name: value}
         return flat | {"parity": asdict(self.parity)}
+
+    @classmethod
+    def from_flat(cls, flat: dict[str, Any]) -> Any:
+        """The inverse of `flat`, also from JSON; other names in it are ignored."""
+        return in_groups(cls, flat | flat["parity"])
 
     def defaults(self) -> dict[str, Any]:
         """The default of each option by its own name, without those of `parity`."""

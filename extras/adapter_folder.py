@@ -17,12 +17,12 @@ from report.errors import printable, stage
 from report.files import digest_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Entries of CONFIG that are read here, or that say nothing of an adapter which is already trained.
+# Entries of CONFIG that are read here, or have no effect on adapters that are already trained.
 KNOWN = {"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules",
          "layers_to_transform", "layers_pattern", "base_model_name_or_path", "lora_dropout",
          "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
          "revision", "task_type"}
-# Any other is empty or has one of these values. Other initial values change the model's weights.
+# Every other entry must be empty or one of these. PiSSA, say, also changes the model's weights.
 ALLOWED = {"peft_type": ["LORA"], "bias": ["none"],
            "init_lora_weights": [True, "gaussian", "orthogonal"]}
 
@@ -60,17 +60,18 @@ def install(run: Any, options: Options, parts: Any) -> None:
     folder = options.adapter
 
     def begin(model: torch.nn.Module) -> None:
-        # Of lora.py. gradient_checkpointing.py comes before: it needs an adapter in each layer.
+        # Set by lora.py. The check of gradient_checkpointing.py, which is installed before this
+        # file, needs an adapter in each layer.
         adapters = parts.policy["send"]
         if folder:
-            start(adapters, *read(folder))
+            load_into(adapters, *read(folder))
         parts.after_save.append(
-            lambda model, policy: write(adapters, run, policy.with_name("adapter")))
+            lambda model, saved: write(adapters, run, saved.with_name("adapter")))
 
     if folder:
         run.files.update({f"{folder}/{name}": digest_of(Path(folder, name))
                           for name in (CONFIG, TENSORS)})
-    if run.config.given & {"adapter", "lora_rank"}:
+    if "lora_rank" in run.config.given:  # that of a folder, too
         parts.with_model.append(begin)
 
 
@@ -97,9 +98,9 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def start(adapters: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def load_into(adapters: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Give a lora.Adapters the folder's values. Raises: ValueError if they do not fit."""
-    adapters.keep({name for name in adapters.layers if targets(config, name)})
+    adapters.keep_only({name for name in adapters.layers if targets(config, name)})
     parameters = by_name(adapters)
     missing, further = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
     if missing or further:
@@ -107,10 +108,13 @@ def start(adapters: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
                          " names (head and embeddings have no adapters), it lacks"
                          f" {sorted(missing)[:2]} and has {sorted(further)[:2]} besides")
     for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape or not tensors[name].isfinite().all():
-            raise ValueError(f"{name} must be finite, of shape {[*parameter.shape]}, it is"
-                             f" {[*tensors[name].shape]}")
-        parameter.copy_(tensors[name])
+        tensor = tensors[name]
+        if tensor.shape != parameter.shape:
+            raise ValueError(f"{name} must have the shape {[*parameter.shape]}, got"
+                             f" {[*tensor.shape]}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} must be finite, got NaN or an infinity")
+        parameter.copy_(tensor)
 
 
 def targets(config: dict[str, Any], name: str) -> bool:
@@ -120,9 +124,12 @@ def targets(config: dict[str, Any], name: str) -> bool:
             return names == "all-linear" or re.fullmatch(names, name) is not None
         return any(f".{name}".endswith(f".{end}") for end in names or [])
 
-    numbers = re.findall(r"\d+", str(config.get("layers_to_transform")))  # None, one or a list
-    if numbers and not {*numbers} & {*re.findall(r"\.(\d+)\.", name)[:1]}:
-        return False
+    chosen = config.get("layers_to_transform")  # None, one number or a list
+    if chosen is not None:
+        number = re.search(r"\.(\d+)\.", name)
+        chosen = [chosen] if isinstance(chosen, int) else chosen
+        if number is None or int(number[1]) not in chosen:
+            return False
     return fits(config["target_modules"]) and not fits(config.get("exclude_modules"))
 
 
@@ -133,12 +140,12 @@ def by_name(adapters: Any) -> dict[str, Tensor]:
 
 
 def write(adapters: Any, run: Any, folder: Path) -> None:
-    """A folder of PEFT."""
+    """A folder of PEFT: both files with the adapters as they are."""
     from safetensors.torch import save
 
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": run.folder,
-              "r": run.config.lora.lora_rank, "lora_alpha": run.config.lora.lora_alpha,
-              "target_modules": sorted(adapters.layers)}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
+              "base_model_name_or_path": run.config.model, "r": run.config.lora.lora_rank,
+              "lora_alpha": run.config.lora.lora_alpha, "target_modules": sorted(adapters.layers)}
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2))
     (folder / TENSORS).write_bytes(save(by_name(adapters), {"format": "pt"}))

@@ -1,15 +1,17 @@
 """generation_config.json of an export says how the run has sampled."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 def install(run: Any, options: None, parts: Any) -> None:
-    parts.with_model.append(lambda model: parts.at_end.append(lambda: declare(run, model)))
+    parts.with_model.append(lambda model: parts.while_saved.append(lambda: declared(run, model)))
 
 
-def declare(run: Any, model: Any) -> Callable[[], None]:
-    """All of the sampling but its length, until the function that is returned is called.
+@contextmanager
+def declared(run: Any, model: Any) -> Iterator[None]:
+    """Inside, generation_config has all of the sampling but its length.
 
     transformers' own top_k would be 50.
     """
@@ -21,4 +23,5 @@ def declare(run: Any, model: Any) -> Callable[[], None]:
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=sampling.temperature, **masks,
         eos_token_id=list(sampling.stop_token_ids), pad_token_id=run.task.tokenizer.pad_token_id)
-    return lambda: setattr(model, "generation_config", before)
+    yield
+    model.generation_config = before

@@ -1,13 +1,12 @@
 """`--keep-best`: OUT/best is the policy of the evaluation with the largest value of a metric.
 
-best.json in the folder has the step, the metric and its value. A resumed run must exceed this value
-too, although it may come from a step after the checkpoint: the policy is there, its row is not.
+best.json in it has the step, the metric and the value. A resumed run replaces OUT/best only by a
+larger value, even if OUT/best is of a later step than the checkpoint.
 """
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,8 +21,8 @@ NOT_OF_THE_EXPERIMENT = {"keep_best"}
 class Options:
     """The best policy of a run."""
 
-    # Metric of evaluations, such as eval_reward_greedy. After each with a larger value than all
-    # before, OUT/best is written: a folder as policy/ is. Adapters are merged in host memory.
+    # Metric of evaluations, such as eval_reward_greedy. Whenever an evaluation exceeds all earlier
+    # ones, its policy is written to OUT/best, a folder like policy/.
     keep_best: str | None = None
 
     def __post_init__(self):
@@ -42,13 +41,13 @@ def install(run: Any, options: Options, parts: Any) -> None:
         with stage(f"reading {folder}/best.json"):
             best = json.loads((folder / "best.json").read_text())
         if parts.new_folder or best["metric"] != name:
-            raise ValueError(f"out must have no best policy of another run or metric, {folder} has"
-                             f" one of {best['metric']}; move it away")
-    for_saving: list[Callable] = []
+            raise ValueError("out must be without another run's or metric's best policy (it would"
+                             f" be overwritten), {folder} has one of {best['metric']}; move it"
+                             " away")
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
         if best["step"] >= parts.first_step:
-            print(f"{folder} stays, of step {best['step']}, which is after the checkpoint",
+            print(f"{folder} is kept: its step {best['step']} is later than the checkpoint",
                   flush=True)
         parts.writers.append(lambda row: keep(trainer.policy.model, row))
 
@@ -57,21 +56,16 @@ def install(run: Any, options: Options, parts: Any) -> None:
         if names and name not in names:
             raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
         value = row.get(name)
-        if value is None or not value > best["value"]:  # NaN is not
+        if value is None or not value > best["value"]:  # also leaves out NaN
             return
         best.update(step=row["step"], value=value)
         with (stage(f"writing {folder}"),
               TemporaryDirectory(dir=run.out, prefix="best.") as unfinished):
-            place = Path(unfinished)
-            undo = [change() for change in for_saving]
-            save_policy(replace(run, out=place), model, parts.after_save)
-            for change_back in undo:
-                change_back()
-            (place / "policy" / "best.json").write_text(json.dumps(best))
+            new = Path(unfinished, "best")
+            save_policy(run, model, parts, new)
+            (new / "best.json").write_text(json.dumps(best))
             if folder.exists():
-                folder.rename(place / "before")
-            (place / "policy").rename(folder)
+                folder.rename(Path(unfinished, "before"))
+            new.rename(folder)
 
-    # Installed last, so that all functions of the loaded model have added to `at_end`.
-    parts.with_model.append(lambda model: for_saving.extend(parts.at_end))
     parts.at_begin.append(begin)

@@ -5,7 +5,8 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 `--lora-forward merged` the trainer computes with this very weight. docs/fixes.md has the reasons.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,8 +35,8 @@ class Options:
 
 
 def check(config: Any, options: Options) -> None:
-    adapters = config.given & {"lora_rank", "adapter"}
-    if not adapters and config.given & {"lora_alpha", "lora_forward"}:
+    needs_adapters = config.given & {"lora_alpha", "lora_forward"}
+    if needs_adapters and not config.given & {"lora_rank", "adapter"}:
         raise ValueError("lora_alpha and lora_forward need lora_rank (without it there are no"
                          " adapters), got 0; try --lora-rank 16")
     if options.lora_forward == "added" and "engine" not in config.given:
@@ -51,7 +52,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
     def adapt(model: torch.nn.Module) -> None:
         adapters = Adapters(model, options, run.config.seed)
         parts.policy["send"] = adapters
-        parts.at_end.append(adapters.merge)
+        parts.while_saved.append(adapters.plain_model)
 
     parts.with_model.append(adapt)
 
@@ -138,24 +139,20 @@ class Adapters(EngineWeights):
         own = {name: each for name, each in weights.items() if ".lora_" not in name}
         return replaced(own, self.layers.values(), AdaptedLinear.merged)
 
-    def keep(self, names: set[str]) -> None:
-        """Only these layers have adapters."""
+    def keep_only(self, names: set[str]) -> None:
+        """Remove the adapters of all other layers."""
         for name in self.layers.keys() - names:
             self.model.set_submodule(name, self.layers.pop(name).plain[0])
-        self.name += f", of which {len(self.layers)} keep theirs"
+        self.name += f", used on {len(self.layers)} of them"
 
-    def merge(self) -> Callable[[], None]:
-        """The model becomes an ordinary one, with merged weights and without adapters, until the
-        function that is returned is called. The merged weights are in host memory.
-        """
+    @contextmanager
+    def plain_model(self) -> Iterator[None]:
+        """Inside, the model has merged weights, in host memory, and no adapters."""
         own = {name: layer.weight.data for name, layer in self.layers.items()}
         for name, layer in self.layers.items():
             layer.weight.data = layer.merged().cpu()
             self.model.set_submodule(name, layer.plain[0])
-
-        def undo() -> None:
-            for name, layer in self.layers.items():
-                layer.weight.data = own[name]
-                self.model.set_submodule(name, layer)
-
-        return undo
+        yield
+        for name, layer in self.layers.items():
+            layer.weight.data = own[name]
+            self.model.set_submodule(name, layer)

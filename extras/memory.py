@@ -2,7 +2,7 @@
 
 Full training in 16 bits holds 18 bytes a parameter in the update: weights 2, fp32 masters 4, Adam's
 moments 8, gradients 4. With --lora-rank R it holds 2 a parameter and 16 for each of the adapters,
-which are R times the sum of in + out over the linear layers of the body.
+which are R times the sum of in + out over its linear layers.
 
 Shared by extras/memory_check.py, lab/memory.py and lab/bench.py.
 """
@@ -20,7 +20,7 @@ HEAD_CHUNKS = 4  # chunks of logits that the head holds at once, in fp32
 
 
 def without_memory(model_config: Any) -> torch.nn.Module:
-    """The model on torch's meta device: shapes alone, in 0.03 s for 0.5B and 7B parameters."""
+    """The model on torch's meta device: shapes without memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -30,7 +30,7 @@ def without_memory(model_config: Any) -> torch.nn.Module:
 def phases(
     config: Any, model: torch.nn.Module, prompt_tokens: int, chunk_elements: int
 ) -> dict[str, dict[str, float]]:
-    """Bytes by term, in the phases with the largest peaks. `model` gives shapes alone.
+    """Bytes by term, in the phases with the largest peaks. `model` may be on the meta device.
 
     Activations of a layer, a position: 16 H for the norms, which compute in fp32, and
     b (8 H + 4 I) for attention and MLP, with b bytes a number; 2 I in an MLP without a gate.
@@ -39,24 +39,34 @@ def phases(
 
     Raises: ValueError with adapters if the model has experts.
     """
-    given = config.flat()  # without the file of an option its name is not there
-    of_model = model.config
+    given = config.flat()  # an option exists only with its file
+    shape = model.config
     size = getattr(torch, config.dtype).itemsize
-    parameters = sum(each.numel() for each in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     weights = size * parameters
-    linear, adapters = linear_layers(model).values(), 0
-    if given.get("lora_rank"):
+    linear = linear_layers(model)
+    rank, adapted, adapters = given.get("lora_rank"), linear, 0
+    if given.get("adapter"):
+        from extras.adapter_folder import read, targets
+
+        entries, _ = read(given["adapter"])
+        rank = entries["r"]
+        adapted = {name: layer for name, layer in linear.items()
+                   if targets(entries, name.removesuffix(".weight"))}
+    if rank:
         only_linear_layers(model, "lora_rank must be 0", "get adapters")
-        adapters = given["lora_rank"] * sum(sum(each.weight.shape) for each in linear)
+        adapters = rank * sum(sum(layer.weight.shape) for layer in adapted.values())
     trained = adapters or parameters
     copied = 4 * adapters or weights  # bytes
-    hidden, layers = of_model.hidden_size, of_model.num_hidden_layers
-    inner = getattr(of_model, "intermediate_size", None) or 4 * hidden
-    # torch's own LayerNorm keeps no more than its input.
-    norms = 16 * hidden * (not any(isinstance(each, LayerNorm) for each in model.modules()))
-    # What the MLPs' first matrices give: gate and up, one of both, or one without a gate.
-    wide = sum(each.out_features for each in linear if each.out_features in (inner, 2 * inner))
-    numbers = 8 * layers * hidden + 2 * (wide or 2 * layers * inner)
+    hidden, layers = shape.hidden_size, shape.num_hidden_layers
+    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
+    norms = 16 * hidden
+    if any(isinstance(module, LayerNorm) for module in model.modules()):
+        norms = 0  # torch's own LayerNorm keeps no more than its input
+    # Outputs of the MLPs' first matrices: gate and up, apart or in one, or one without a gate.
+    wide = sum(layer.out_features for layer in linear.values()
+               if layer.out_features in (inner, 2 * inner))
+    numbers = 8 * layers * hidden + 2 * (wide or 2 * layers * inner)  # kept for each position
     checkpointed = given.get("gradient_checkpointing")
     positions = num_positions(
         config, model, prompt_tokens, given.get("prompts_once") and not checkpointed)
@@ -71,11 +81,11 @@ def phases(
     # The engine of the trainer's own modules has the trainer's weights.
     engine = {"engine": weights * ("engine" not in config.given) + config.kv_cache_gib * GIB}
     # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
-    sampler = {"sampler": 4 * config.max_num_seqs * of_model.vocab_size * 4}
+    sampler = {"sampler": 4 * config.max_num_seqs * shape.vocab_size * 4}
     generate = always | engine | sampler
     if not given.get("offload_optimizer"):
         generate |= optimizer
-    head = HEAD_CHUNKS * min(chunk_elements, positions * of_model.vocab_size) * 4
+    head = HEAD_CHUNKS * min(chunk_elements, positions * shape.vocab_size) * 4
     update = always | optimizer | {"gradients": 4 * trained, "activations": activations + head}
     kept = config.parity.inflight_keep  # sleep would drop the KV cache
     if given.get("inflight_groups") and kept:
@@ -86,7 +96,8 @@ def phases(
 def num_positions(
     config: Any, model: torch.nn.Module, prompt_tokens: int, prompts_once: bool
 ) -> float:
-    """The positions of the largest micro-batch, with `prompts_once` each prompt for its group."""
+    """Positions of the largest micro-batch; with `prompts_once` a prompt counts once for its rows.
+    """
     longest = prompt_tokens + config.max_new_tokens
     rows = config.num_prompts * config.group_size // config.num_minibatches
     positions = min(max(config.micro_batch_tokens, longest), rows * longest)

@@ -1,5 +1,4 @@
-"""Notices at the start of a run: what is often wrong with its prompts, and is no error; and why the
-loss of its first step is about 0.
+"""Notices: what is often wrong with a run's prompts and is no error, and why its first loss is 0.
 """
 
 import re
@@ -94,15 +93,18 @@ def both_texts(tokenizer: Any, problem: Problem, data: Any) -> str:
 
 
 def install(run: Any, options: Any, parts: Any) -> None:
-    parts.writers.append(partial(say_why_loss_is_0, run.config))
+    parts.writers.append(partial(explain_first_loss, run.config))
 
 
-def say_why_loss_is_0(config: Any, row: dict[str, Any]) -> None:
-    """At the first step, of a loss with a clipped ratio; cispo's has log-probabilities in it."""
+def explain_first_loss(config: Any, row: dict[str, Any]) -> None:
+    """Print after step 1 that a loss of about 0 is right.
+
+    Not for cispo and reinforce, whose losses contain log-probabilities.
+    """
     norm = row.get("grad_norm")
     if row["step"] != 1 or not norm or config.clip[0] is None:
         return
-    if max(abs(row["loss"]), abs(row["ratio_mean"] - 1)) < 0.05:
+    if max(abs(row["loss"]), abs(row["ratio_mean"] - 1)) < 0.05:  # small beside usual rewards
         print(f"    loss {row['loss']:.1e}, about 0 as it should be: the ratio is about 1 (mean"
               f" {row['ratio_mean']:.4f}) and the advantages of a group sum to 0; the gradient is"
               f" not 0 (gnorm {norm:.3g})", flush=True)

@@ -96,14 +96,14 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
 
 def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
     """Raises: ValueError if the run to be resumed has other learning rates at its steps."""
-    now, then = ((each["steps"], each["lr_decay"]) for each in (vars(config), before))
-    if now != then and "linear" in now + then:
+    now = config.steps, config.lr_decay
+    then = before["steps"], before["lr_decay"]
+    if now != then and "linear" in (config.lr_decay, before["lr_decay"]):
         raise ValueError(
             f"steps and lr_decay must stay {then} (the rate of each step depends on both, and a"
-            f" linear one ends at 0), got {now}; try a new run from the trained policy with --model"
-            f" {config.out}/policy and another --out (its masters, Adam's moments and KL reference"
-            " are new), or --lr-decay none from the start; python -m lab.export CHECKPOINT writes"
-            " the policy of an unfinished run")
+            f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy and"
+            " another --out (optimizer and KL reference start anew); python -m lab.export"
+            " CHECKPOINT writes the policy of an unfinished run")
 
 
 def of_today(config: Any, earlier: dict[str, Any]) -> dict[str, Any]:

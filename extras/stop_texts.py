@@ -1,8 +1,9 @@
 """`--stop`: a response ends with the token that completes one of these texts.
 
-For base models, which go on after their answer. vLLM stops at a text where it makes text of tokens,
-in the front end that this program leaves out. The reward gets the text before the stop text, and
-the loss all tokens, because they are what was sampled.
+For base models, which go on after their answer. vLLM checks stop strings where it decodes tokens,
+which this program leaves out, so the check is here: 0.3 to 1.5 us a token (SmolLM2's tokenizer, one
+core). The reward gets the text before the stop text, and the loss all tokens, because they are what
+was sampled.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,8 @@ class Options:
 
     def __post_init__(self):
         if "" in self.stop:
-            raise ValueError("stop must not be empty (each response would end at once)")
+            raise ValueError("stop must not contain an empty text (each response would end at"
+                             f" once), got {self.stop}")
 
 
 def check_task(run: Any, options: Options) -> Any:
@@ -55,8 +57,8 @@ def install(run: Any, options: Options, parts: Any) -> None:
 class StopTexts:
     """Whether the last token of a rollout completes one of the texts.
 
-    To save time the last few tokens are decoded, and only if the last one's own text has the last
-    character of a stop text.
+    Only the last few tokens are decoded, and only if the last token's own text contains the last
+    character of a stop text: this saves time.
 
     Raises: ValueError for a text that no token can complete.
     """
@@ -67,7 +69,7 @@ class StopTexts:
         pairs = tokenizer.batch_decode([[token, token] for token in range(len(tokenizer))])
         self.completing: set[int] = set()
         for text in texts:
-            # A token that has a part of a character's bytes is decoded to the second one.
+            # A token with a part of a character's bytes decodes to U+FFFD.
             characters = {text[-1]} if text.isascii() else {text[-1], "\ufffd"}
             completing = {token for token, pair in enumerate(pairs) if characters & {*pair}}
             if not completing:
@@ -76,7 +78,7 @@ class StopTexts:
             self.completing |= completing
         # A token has at least a byte. Four more, because the first character may be cut off.
         self.window = 4 + max(len(text.encode()) for text in texts)
-        if "" in pairs:
+        if "" in pairs:  # tokens without text: any number of them may be in a stop text
             self.window = MANY
 
     def __call__(self, rollout: Any) -> bool:

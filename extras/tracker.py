@@ -36,7 +36,7 @@ def check_machine(config: Any, options: Options) -> None:
 
 def install(run: Any, options: Options, parts: Any) -> None:
     def begin(trainer: Any, record: dict[str, Any]) -> None:
-        first_step = parts.first_step if parts.checkpoint else 0
+        first_step = parts.first_step if parts.checkpoint else 0  # without one, step 0 comes again
         tracker = Tracker(options.tracker, run.out, record, first_step)
         parts.writers.append(tracker.log)
         parts.at_end.append(tracker.close)
@@ -48,22 +48,24 @@ def install(run: Any, options: Options, parts: Any) -> None:
 class Tracker:
     """`log` takes a row. A resumed run repeats steps, from `first_step` on.
 
-    TensorBoard replaces them, wandb and trackio do not. wandb ignores a step that is not its
-    highest, or shifts it in the upload of an offline run. So `step` is a column there, the x axis.
+    TensorBoard replaces them, wandb and trackio do not. wandb drops a row whose step is not its
+    highest (the upload of an offline run shifts it), so there `step` is a column and the x axis.
     """
 
     def __init__(self, library: str, out: Path, config: dict[str, Any], first_step: int):
-        self.writer, self.of_wandb = None, library == "wandb"
+        self.writer = None
+        self.of_wandb = library == "wandb"
         if library == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
             self.writer.add_text("config", json.dumps(config))
             return
+        resumed = (out / f"{library}.json").exists()
         arguments = arguments_of_run(library, out)
-        if "resume" in arguments:
-            print(f"{library} replaces no row: those that it has from step {first_step} on stay"
-                  " beside the new ones, and the last before a kill may be missing", flush=True)
+        if resumed:
+            print(f"{library} replaces no row: its rows from step {first_step} on stay beside the"
+                  " new ones, and the last rows before a kill may be missing", flush=True)
         self.library = import_module(library)  # both have these functions
         self.library.init(**arguments, config=config)
         if self.of_wandb:
@@ -86,16 +88,17 @@ class Tracker:
 
 
 def arguments_of_run(library: str, out: Path) -> dict[str, str]:
-    """What `init` knows the run by, stored before it is called, so that a kill loses no run."""
-    path, number, environment = out / f"{library}.json", token_hex(4), {}
-    arguments = {"project": "grpo", "name": f"{out.name}-{number}"}  # trackio's has no other id
-    if library == "wandb":
-        arguments |= {"name": out.name, "id": number}
-        environment = {"dir": str(out)} | {
-            argument: os.environ[variable] for argument, variable in WANDB.items()
-            if os.environ.get(variable)}
+    """Arguments of `init` that identify the run. OUT/LIBRARY.json keeps them for a resumed run."""
+    path = out / f"{library}.json"
+    run_id = token_hex(4)
+    arguments = {"project": "grpo", "name": out.name, "id": run_id}
+    if library == "trackio":  # a run's name is its only id
+        arguments = {"project": "grpo", "name": f"{out.name}-{run_id}"}
     if path.exists():
         arguments |= json.loads(path.read_text()) | {"resume": "allow"}
-    arguments |= environment
+    if library == "wandb":
+        arguments |= {"dir": str(out)} | {
+            argument: os.environ[variable] for argument, variable in WANDB.items()
+            if os.environ.get(variable)}
     replace_file(path, json.dumps(arguments))
     return arguments

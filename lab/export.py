@@ -3,11 +3,9 @@
     python -m lab.export runs/x/checkpoints/step_000040.pt
 """
 
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import tyro
@@ -25,9 +23,8 @@ from train import Config, Parts, Run
 def export(checkpoint: tyro.conf.Positional[Path], to: Path | None = None) -> Path:
     """Write the model of a checkpoint as a Hugging Face folder, complete or not at all.
 
-    It needs the run's config.json and the folder of its model, but no task, no engine and no GPU.
-    Of the checkpoint it reads the trained tensors alone. On a GPU the run itself may round merged
-    adapters differently. Raises: ValueError.
+    It needs the run's config.json, the folder of its model and that of --adapter if it was given,
+    but no task, no engine and no GPU. Merged adapters can differ in rounding from a run on a GPU.
 
     Args:
         checkpoint: step_NNNNNN.pt in checkpoints/ of a run.
@@ -37,54 +34,48 @@ def export(checkpoint: tyro.conf.Positional[Path], to: Path | None = None) -> Pa
         state = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
         step, trained = state["step"], state["policy"]
     except Exception:  # of many kinds, and torch advises to trust the file
-        raise ValueError("checkpoint must be a file of checkpoints/ that is there and whole,"
-                         f" {checkpoint} is not") from None
+        raise ValueError("checkpoint must be a complete file of a run's checkpoints/, got"
+                         f" {checkpoint}") from None
     out = checkpoint.absolute().parent.parent
     to = to or out / f"policy_{step:06d}"
     if to.exists():
         raise ValueError(f"to must be a new folder, {to} is there; try another --to")
     record = earlier_run(out)
     record = record.get("resumed", [record])[-1]
-    config = options_of(Config, of_today(Config(), record["config"]))
+    config = Config.from_flat(of_today(Config(), record["config"]))
     folder = record["trainer"]["model_path"]
     refuse_other_model(folder, config.model, record["files"])
     _, tokenizer, stop = describe_model(folder, lambda path: extras.folder(path).config())
-    task = SimpleNamespace(tokenizer=tokenizer, prompts=[()])
+    task = SimpleNamespace(tokenizer=tokenizer, prompts=[()], fingerprint="")
     sampling = SimpleNamespace(**config.flat(), stop_token_ids=stop)
     to.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=to.parent, prefix=f"{to.name}.") as place:
-        run = Run(config, Path(place), folder, task, sampling)
+    with TemporaryDirectory(dir=to.parent, prefix=f"{to.name}.") as unfinished:
+        run = Run(config, Path(unfinished), folder, task, sampling)
         save(run, trained)
         (run.out / "policy").rename(to)
     return to
 
 
-def options_of(kind: type, flat: dict[str, Any]) -> Any:
-    """The inverse of `flat`: options in their groups, from those by their own names."""
-    flat, given = flat | flat.get("parity", {}), {}
-    for option in fields(kind):
-        if is_dataclass(option.default_factory):
-            given[option.name] = options_of(option.default_factory, flat)
-        elif option.name in flat:
-            value = flat[option.name]
-            given[option.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**given)
-
-
 def refuse_other_model(folder: str, name: str, files: dict[str, str]) -> None:
     """Raises: ValueError if the model's folder is not as the run has read it."""
     before = {file: digest for file, digest in files.items() if Path(file).parent == Path(name)}
-    changed = {file for file, _ in model_digests(name, folder).items() ^ before.items()}
+    now = model_digests(name, folder)
+    changed = sorted(file for file in now.keys() | before.keys()
+                     if now.get(file) != before.get(file))
     if changed:
-        raise ValueError(f"the model in {folder} must be as at the run's start, changed or gone are"
-                         f" {', '.join(sorted(changed))}")
+        raise ValueError(f"the model in {folder} must be as at the run's start, changed or missing"
+                         f" are {', '.join(changed)}")
 
 
 def save(run: Run, trained: dict[str, Tensor]) -> None:
-    """OUT/policy, by what ends a run. Raises: ValueError if the model has other tensors."""
+    """Load the checkpoint's tensors and write OUT/policy, as at the end of a run.
+
+    Raises: ValueError if the model has other tensors.
+    """
     parts = Parts(run)
     for install in extras.each("install", run.config):
-        install(run, parts=parts)
+        if install.func.__module__ != "extras.memory_check":  # nothing is trained here
+            install(run, parts=parts)
     model = parts.folder.load(getattr(torch, run.config.dtype))
     for change in parts.with_model:
         change(model)
@@ -95,9 +86,7 @@ def save(run: Run, trained: dict[str, Tensor]) -> None:
                          f" {', '.join(sorted(others))}")
     with stage("loading the checkpoint"):  # shapes
         model.load_state_dict(trained, strict=False)
-    for finish in parts.at_end:
-        finish()
-    save_policy(run, model, parts.after_save)
+    save_policy(run, model, parts, run.out / "policy")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,12 +1,11 @@
 """The memory of a run on one GPU, computed by the formulas of extras/memory.py.
 
-    python -m lab.memory --gib 40 --model PATH --dtype bfloat16 --max-prompt-tokens 512 \\
-        --max-new-tokens 1024 --micro-batch-tokens 4096 --max-num-seqs 256 --kv-cache-gib 4
+    python -m lab.memory --gpu-memory-gib 40 --model PATH --dtype bfloat16 \\
+        --max-prompt-tokens 512 --max-new-tokens 1024 --kv-cache-gib 4
 
-It takes the options of train.py, and needs no GPU and no weights.
+It takes the options of train.py, and needs no GPU and no weights. --gpu-memory-gib is the memory of
+the GPU, 80 if it is not given.
 """
-
-from dataclasses import dataclass
 
 import tyro
 
@@ -17,28 +16,21 @@ from rl import head_chunk
 from train import Config
 
 
-@dataclass(frozen=True)
-class Options(Config):
-    """The options of train.py, and the memory of the GPU."""
-
-    gib: float = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 fits, 1 does not, 2 bad input."""
     with exit_with_message(2):
-        config = tyro.cli(Options, args=arguments, description=__doc__)
-        name = config.model
+        config = tyro.cli(Config, args=arguments, description=__doc__)
+        name, gib = config.model, config.flat().get("gpu_memory_gib") or 80.0
         with stage(f"reading a model folder or a reachable hub name, {name},"):
             model = without_memory(extras.folder(name).config())
     prompt_tokens = config.data.max_prompt_tokens or 0
-    by_phase = phases(config, model, prompt_tokens, head_chunk(config.gib))
+    by_phase = phases(config, model, prompt_tokens, head_chunk(gib))
     print("GiB on one GPU:")
     for phase, terms in by_phase.items():
         print(f"{phase}:", ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms.items()))
     peak = max(sum(terms.values()) for terms in by_phase.values()) / GIB
-    fits = peak <= config.gib
-    print(f"peak {peak:.2f}: {'fits' if fits else 'does NOT fit'} {config.gib:g} GiB (without CUDA"
+    fits = peak <= gib
+    print(f"peak {peak:.2f}: {'fits' if fits else 'does NOT fit'} {gib:g} GiB (without CUDA"
           " graphs and fragmentation)")
     return int(not fits)
 

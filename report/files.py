@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
@@ -100,9 +100,11 @@ def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
         copymode(folder / "config.json", weights)
 
 
-def save_policy(run: Any, model: torch.nn.Module, after_save: list[Callable]) -> None:
-    """OUT/policy: the model as a Hugging Face folder."""
-    folder = run.out / "policy"
-    write_folder(model, run.task.tokenizer, folder)
-    for complete in after_save:
-        complete(model, folder)
+def save_policy(run: Any, model: torch.nn.Module, parts: Any, folder: Path) -> None:
+    """The policy of a run with its train.Parts as a Hugging Face folder."""
+    with ExitStack() as contexts:
+        for as_saved in parts.while_saved:
+            contexts.enter_context(as_saved())
+        write_folder(model, run.task.tokenizer, folder)
+        for complete in parts.after_save:
+            complete(model, folder)

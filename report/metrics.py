@@ -41,7 +41,7 @@ def before_update(
     if fresh.mask.any():
         sides = fresh.old_logprobs, fresh.behavior_logprobs, fresh.mask
         figures["surprisal_z"] = surprisal_z(
-            fresh.old_logprobs, measured["entropy"], measured["varentropy"], fresh.mask)
+            fresh.old_logprobs, fresh.entropy, measured["varentropy"], fresh.mask)
         figures |= {f"current_{name}": value for name, value in of_mismatch(*sides).items()
                     if name != "mismatch_max"}
         figures |= of_backend(*sides, fresh.advantages, objective, clip, max_length)

@@ -50,8 +50,8 @@ def describe_model(
     # transformers reads one file of weights, else those of the index, and ignores all others.
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"model must be without adapters (they would be ignored), {folder} has"
-                         " adapter_config.json; merge them (PEFT: merge_and_unload), or move it"
-                         " away")
+                         " adapter_config.json; merge them (PEFT: merge_and_unload), or move its"
+                         " files to another folder for --adapter")
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() and index.exists():
         shards = {*json.loads(index.read_text())["weight_map"].values()} - {single.name}

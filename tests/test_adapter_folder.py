@@ -7,12 +7,14 @@ import pytest
 import torch
 from helpers import ROUNDING, at, built, close_live_engine, command, qwen2, refusal, rewrite, tensors
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine_adapter import Rollout
-from extras.adapter_folder import CONFIG, TENSORS, by_name, read, start
+from extras.adapter_folder import CONFIG, TENSORS, by_name, load_into, read
 from extras.lora import Adapters, Options
-from report.files import save_policy
+from lab import export
+from report.files import save_checkpoint, save_policy
 from rl import make_batch
 from train import train_step
 
@@ -70,10 +72,12 @@ def test_a_run_starts_from_adapters_of_peft_and_leaves_some_that_peft_and_vllm_l
     assert (first - of_peft(model, begun)).abs().max() < ROUNDING
     to_first = [train_step(trainer, step).metrics["kl_ref"] for step in (1, 2, 3)]
     assert to_first[0] == 0 < to_first[2]  # the reference is the policy that PEFT has trained
-    for finish in trainer.parts.at_end:
-        finish()
-    save_policy(trainer.run, policy.model, trainer.parts.after_save)
-    last = policy.score(BATCH)["logprobs"].detach()  # of the merged model
+    save_policy(trainer.run, policy.model, trainer.parts, out / "policy")
+    save_checkpoint(out, 3, trainer.state_dict())
+    export.main([f"{out}/checkpoints/step_000003.pt"])
+    saved = [load_file(out / name / "model.safetensors") for name in ("policy", "policy_000003")]
+    assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
+    last = policy.score(BATCH)["logprobs"].detach()
     assert (last - first).abs().max() > 100 * ROUNDING
     for load in of_peft, of_vllm:
         assert (last - load(model, out / "adapter")).abs().max() < ROUNDING
@@ -91,7 +95,7 @@ def test_the_layers_with_adapters_are_those_of_peft(options, tmp_path):
     rewrite(CONFIG, **options)(tmp_path)  # PEFT has written all-linear as a list
     adapters = Adapters(qwen2(tied=False), Options(8), 0)
     config, expected = read(str(tmp_path))
-    start(adapters, config, expected)
+    load_into(adapters, config, expected)
     assert all(torch.equal(expected[name], tensor) for name, tensor in by_name(adapters).items())
 
 
@@ -105,8 +109,8 @@ REFUSED = {
     f"it lacks [] and has ['{HEAD}'] besides": tensors(lambda table: table.update({HEAD: torch.ones(3, 64)}), TENSORS),
     f"it lacks ['{A}'] and has [] besides": tensors(lambda table: table.pop(A), TENSORS),
     f"it lacks [] and has ['{A}'": rewrite(CONFIG, target_modules=["q_proj"]),
-    f"{A} must be finite, of shape [3, 96], it is [3, 96]": tensors(lambda table: table[A].fill_(torch.nan), TENSORS),
-    "lora_A.weight must be finite, of shape [4, 64], it is [3, 64]": rewrite(CONFIG, r=4),
+    f"{A} must be finite, got NaN or an infinity": tensors(lambda table: table[A].fill_(torch.nan), TENSORS),
+    "lora_A.weight must have the shape [4, 64], got [3, 64]": rewrite(CONFIG, r=4),
     "failed: KeyError: 'r'": lambda folder: (folder / CONFIG).write_text("{}"),
     "failed: FileNotFoundError": lambda folder: (folder / TENSORS).unlink(),
     "lora_rank must not be given with adapter ({folder} has R = 3 and alpha = 13.8564)": "--lora-rank 3",

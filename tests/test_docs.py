@@ -10,7 +10,7 @@ from helpers import ROOT, read_json
 
 import probe.__main__ as probe
 from engine_adapter import Rollout
-from lab import memory, study
+from lab import study
 from tasks import Problem
 from tasks.task_file import TaskFile
 from train import Config
@@ -20,7 +20,7 @@ FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("
                *ROOT.glob("exercises/*.md")]
 PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
-PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options}
+PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": Config}
 PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers", "place")}
 OF_OTHERS = "logprobs-mode", "enable-prefix-caching", "algo.", "vllm.", "ds.", "deps"  # vLLM, OpenRLHF, pip
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

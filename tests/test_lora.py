@@ -85,9 +85,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_
         assert train_step(trainer, 2).metrics["kl_ref"] > 0  # the reference is the first policy
     adapters = whole.policy.copied_weights()
     assert all(torch.equal(adapters[name], tensor) for name, tensor in resumed.policy.trained().items())
-    for finish in whole.parts.at_end:
-        finish()
-    save_policy(whole.run, whole.policy.model, whole.parts.after_save)
+    save_policy(whole.run, whole.policy.model, whole.parts, whole.run.out / "policy")
     exported, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16).state_dict()
                       for path in (tmp_path / "whole" / "policy", good / "model"))  # fmt: skip
     assert exported.keys() == base.keys()

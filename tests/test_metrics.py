@@ -34,7 +34,8 @@ def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones
                 for logprob, version in [(-0.2, 1), (-0.9, 1), (-0.5, 1)] + [(-9.0, 0)] * stale]  # fmt: skip
         batch = make_batch(rows)
         measured = {"entropy": batch.mask * (batch.behavior_logprobs + 2), "varentropy": batch.mask}
-        batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask)
+        batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask,
+                        entropy=measured["entropy"])
         current = batch.mask_rows([True] * 3 + [False] * stale)
         figures = metrics.before_update(batch, current, measured, torch.ones(len(rows)), torch.ones(1, 1).bool(), 1,
                                         objective=OBJECTIVES["grpo"], clip=(0.2, 0.2), max_length=8)

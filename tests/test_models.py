@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import extras
 from engine_adapter import Rollout
-from extras.export_sampling import declare
+from extras.export_sampling import declared
 from extras.masks import MaskedSampling
 from report.files import save_policy, write_folder
 from tasks.model_folder import describe_model
@@ -33,8 +33,8 @@ def test_an_exported_folder_has_the_umasks_mode_and_the_sampling_of_the_training
     try:
         task = SimpleNamespace(tokenizer=toy_tokenizer())
         run = SimpleNamespace(sampling=MaskedSampling(0.7, 4, (EOS, 0), **mask), task=task)
-        declare(run, model)
-        write_folder(model, run.task.tokenizer, tmp_path / "policy")
+        with declared(run, model):
+            write_folder(model, run.task.tokenizer, tmp_path / "policy")
     finally:
         os.umask(usual)
     assert (tmp_path / "policy" / "model.safetensors").stat().st_mode == 0o100640
@@ -84,7 +84,7 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
     task = SimpleNamespace(tokenizer=toy_tokenizer(), prompts=[[0]])
     run = Run(config_of(engine="transformers"), tmp_path, str(source), task, MaskedSampling(0.7, 4, (EOS,)))
-    save_policy(run, model, parts_of(run).after_save)
+    save_policy(run, model, parts_of(run), tmp_path / "policy")
     index, held = read_json(tmp_path / "policy/model.safetensors.index.json"), {}
     for file in {*index["weight_map"].values()}:
         held |= load_file(tmp_path / "policy" / file)

@@ -173,7 +173,7 @@ def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that
     assert not {*out.glob("best.*"), *out.glob("policy_000004.*")}
     torn(out)  # the step of the best policy comes again, and is not better
     train_here([*words, "--resume"])
-    assert f"{out}/best stays, of step 4, which is after the checkpoint" in capsys.readouterr().out
+    assert f"{out}/best is kept: its step 4 is later than the checkpoint" in capsys.readouterr().out
     assert len(written) == 2 and repr(outcome(out)) == repr(outcome(tmp_path / "usual"))
 
 
@@ -186,7 +186,7 @@ def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, t
     assert "must be one of eval_agree, eval_reward, eval_reward_greedy, eval_reward_" in capsys.readouterr().err
     train_here([*words, "eval_reward", "--resume"])
     shutil.copytree(out / "best", other / "best")
-    of_another = "no best policy of another run or metric, {}/best has one of eval_reward; move it away"
+    of_another = "{}/best has one of eval_reward; move it away"
     for where, more in (out, ["eval_agree", "--resume"]), (other, ["eval_reward", "--out", str(other)]):
         assert of_another.format(where) in refusal([*words, *more], capsys)
     (other / "best" / "best.json").unlink()  # a user's folder
@@ -195,11 +195,11 @@ def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, t
 
 # (what is changed, the complaint), as above
 NOT_EXPORTED = {
-    "no file": (lambda f: checkpoint(f, 4).unlink(), "must be a file of checkpoints/ that is there and whole, {root}/"),
-    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "step_000004.pt is not"),
+    "no file": (lambda f: checkpoint(f, 4).unlink(), "must be a complete file of a run's checkpoints/, got {root}/"),
+    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "complete file of a run's checkpoints/, got"),
     "no config": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
-    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "changed or gone are {root}/model/config.json, {root}/m"),
-    "weights": (lambda f: weights(f.parent / "model"), "changed or gone are {root}/model/model.safetensors"),
+    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "changed or missing are {root}/model/config.json, {root}/m"),
+    "weights": (lambda f: weights(f.parent / "model"), "changed or missing are {root}/model/model.safetensors"),
     "a folder": (lambda f: (f / "policy_000004").mkdir(), "to must be a new folder, {root}/run/policy_000004 is there"),
     "tensors": (lambda f: torch.save({"step": 4, "policy": {"wte": torch.ones(1)}}, checkpoint(f, 4)),
                 "others are model.embed_tokens.weight, "),

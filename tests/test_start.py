@@ -61,7 +61,7 @@ def test_a_missing_tracker_is_refused_and_a_resumed_run_goes_on_in_one_run_of_it
     shutil.rmtree(out / "checkpoints")
     assert "wandb replaces no row" not in capsys.readouterr().out
     train_here([*arguments, "--resume"])
-    assert "wandb replaces no row: those that it has from step 0 on stay" in capsys.readouterr().out
+    assert "wandb replaces no row: its rows from step 0 on stay" in capsys.readouterr().out
     numbers = [{name: value for name, value in row.items() if value not in (None, "parity")} for row in rows(out)]
     started, *first, resumed = given[:5]
     assert resumed == started | {"config": read_json(out / "config.json"), "resume": "allow"}

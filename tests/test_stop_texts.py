@@ -113,5 +113,5 @@ def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_no
 
 
 def test_a_text_that_can_never_be_complete_is_refused(good, capsys):
-    assert "stop must not be empty" in refusal(command(good, "--stop", ""), capsys)
+    assert "stop must not contain an empty text" in refusal(command(good, "--stop", ""), capsys)
     assert "stop must be a text of the tokenizer, which has no 'n'" in refusal(command(good, "--stop", r"7\n"), capsys)

@@ -21,6 +21,7 @@ GPU it is a rehearsal, with tiny shapes.
 import fnmatch
 import gc
 import json
+import math
 import os
 import shlex
 import shutil
@@ -496,8 +497,10 @@ def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     rows = [["", *metrics]]
     for name in chosen:
         found = [by_seed(record["cells"][name], each) for each in metrics]
-        rows.append([name, *(text_of(described(each), values, {}).partition(" (")[0]
-                             for each, values in zip(metrics, found, strict=True))])
+        texts = [text_of(described(each), values, {})
+                 for each, values in zip(metrics, found, strict=True)]
+        rows.append([name, *(text.partition(" (")[0] if described(each).form else text
+                             for each, text in zip(metrics, texts, strict=True))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
              for first, *others in rows]
@@ -531,8 +534,9 @@ def draw(curves: Record, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = [field for field in PANELS if any(field in fields for fields in curves.values())]
-    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    lines = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(16, 4 * lines + 1), layout="constrained")
+    axes = [figure.add_subplot(lines, 3, number) for number in range(1, len(panels) + 1)]
     for axis, field in zip(axes, panels, strict=True):
         for name, fields in curves.items():
             values = numpy.array(fields.get(field, [[]]), dtype=float)  # (seeds, steps), NaN: None

@@ -196,9 +196,9 @@ def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, t
 # (what is changed, the complaint), as above
 NOT_EXPORTED = {
     "no file": (lambda f: checkpoint(f, 4).unlink(), "must be a complete file of a run's checkpoints/, got {root}/"),
-    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "complete file of a run's checkpoints/, got"),
+    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "must be a complete file of a run"),
     "no config": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
-    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "changed or missing are {root}/model/config.json, {root}/m"),
+    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "missing are {root}/model/config.json, {root}/m"),
     "weights": (lambda f: weights(f.parent / "model"), "changed or missing are {root}/model/model.safetensors"),
     "a folder": (lambda f: (f / "policy_000004").mkdir(), "to must be a new folder, {root}/run/policy_000004 is there"),
     "tensors": (lambda f: torch.save({"step": 4, "policy": {"wte": torch.ones(1)}}, checkpoint(f, 4)),

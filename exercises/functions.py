@@ -58,7 +58,7 @@ def accumulate(losses, mask, micro_batches):
     """Adds up the gradient of one optimizer step, a micro-batch at a time; returns the step's loss.
 
     That loss is the mean over all response tokens of the batch. `losses(rows)` computes the losses
-    of some rows, of any value outside the mask, so that memory holds the activations of one
+    of some rows, of any finite value outside the mask, so that memory holds the activations of one
     micro-batch only.
 
     Shapes: mask (B, T); micro_batches, a list of row numbers (b,); losses(rows) (b, T) -> a float.

@@ -12,7 +12,8 @@ SIGNS = {
     "none": "With all fixes on, rollouts of the current weights differ by the trainer's own noise,"
     " and no request is aborted. Here, in step 2, current_mismatch_abs_mean is"
     " {1[current_mismatch_abs_mean]} and self_noise_abs_mean {1[self_noise_abs_mean]}; the last"
-    " tokens_wasted is {11[tokens_wasted]}.",
+    " tokens_wasted is {11[tokens_wasted]}. Its last reward is {11[reward]}, so reward alone shows"
+    " only the stale cache (0.52) and raw log-probabilities (0.87).",
     "processed_logprobs": "Without processed_logprobs, the trainer's and the reported probabilities"
     " have a mean ratio other than 1 before any update. Here, in step 1, backend_ratio_mean is"
     " {0[backend_ratio_mean]}.",
@@ -21,7 +22,8 @@ SIGNS = {
     " {0[current_mismatch_abs_mean]} in step 1 and {1[current_mismatch_abs_mean]} in step 2.",
     "inflight_keep": "Without inflight_keep, a load aborts requests, so few tokens are stale. Here"
     " the last tokens_wasted is {11[tokens_wasted]}, and the last staleness_mean"
-    " {11[staleness_mean]}.",
+    " {11[staleness_mean]}. Young tokens are why its reward ends above that of all fixes; what it"
+    " throws away is the price.",
     "fp32_head": "Without fp32_head, the mismatch exceeds the trainer's own noise before any"
     " update, but the mean ratio is 1. Here, in step 1, current_mismatch_abs_mean is"
     " {0[current_mismatch_abs_mean]}, self_noise_abs_mean {0[self_noise_abs_mean]} and"

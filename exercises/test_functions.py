@@ -27,6 +27,7 @@ def test_shift_and_pad():
           "inputs, targets, mask, log-probabilities of prompt 1 2 with response 5 9 (9 stops)")
     equal(found[1:, 1], table("6 0 0 / 1 0 0 / -4 0 0"),
           "targets, mask, log-probabilities of prompt 3 with response 6, padded")
+    equal(found[0, 1, [0, 2]], [3, 0], "first and last input of prompt 3 with response 6")
 
 
 def test_group_advantages():
@@ -34,6 +35,8 @@ def test_group_advantages():
     found = functions.group_advantages(torch.tensor([3.0, 4.0, 8.0, 4.0, 4.0, 7.0]), 3)
     equal(found, table("-0.75590 / -0.37795 / 1.13385 / -0.57732 / -0.57732 / 1.15463"),
           "advantages of the groups 3 4 8 and 4 4 7")
+    found = functions.group_advantages(torch.tensor([0.0, 1e-4]), 2)
+    equal(found, table("-0.29289 / 0.29289"), "advantages of rewards that are 1e-4 apart")
     for size in range(2, 20):
         found = functions.group_advantages(torch.full([size], 0.1), size)
         assert not found.any(), f"{size} rewards of 0.1 carry no signal: advantages {found}"
@@ -70,8 +73,14 @@ def test_clipped_loss():
 
 def test_accumulate():
     for cut in [[0, 1]], [[1], [0]]:
-        losses, mask = table("1 2 / 3 9").requires_grad_(), table("1 1 / 1 0")
-        logged = functions.accumulate(losses.__getitem__, mask, [*map(torch.tensor, cut)])
+        losses, mask, gradients = table("1 2 / 3 9").requires_grad_(), table("1 1 / 1 0"), []
+
+        def of_rows(rows):
+            gradients.append(losses.grad is not None)  # noqa: B023
+            return losses[rows]  # noqa: B023
+
+        logged = functions.accumulate(of_rows, mask, [*map(torch.tensor, cut)])
+        assert all(gradients[1:]), "a micro-batch's gradient comes before the next one's losses"
         equal(losses.grad, mask / 3, f"gradient of a mean over three tokens, micro-batches {cut}")
         equal(logged, 2, f"loss of the step, a mean over three tokens, micro-batches {cut}")
 
@@ -109,6 +118,6 @@ def test_audit_head():
             if asked in (name, None):
                 assert functions.audit_head(engine, asked) == name, f"{asked} was asked"
             else:
-                with pytest.raises(RuntimeError, match=name):
+                with pytest.raises(RuntimeError, match=f"{name}.*{asked}|{asked}.*{name}"):
                     found = functions.audit_head(engine, asked)
                     pytest.fail(f"{asked} asked, {name} in force, no error: found {found}")

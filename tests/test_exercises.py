@@ -79,6 +79,9 @@ token_logprobs | torch.float32 | torch.bfloat16 | more digits than bfloat16
 token_logprobs | mask_outside(logits, kept[chunk]) | logits | kept \[\[0, 2], \[1, 2]]
 # 0 times infinity outside the mask.
 objectives.grpo | (logprobs - denominator) * mask | (logprobs - denominator) | losses at the ratios
+# Another epsilon; inputs padded with 1.
+objectives.group_advantages | 1e-4 | 1e-8 | 1e-4 apart
+rl.make_batch | inputs=ids[:, :-1] | inputs=ids[:, :-1] + (ids[:, :-1] == 0) | first and last input
 # A normaliser per micro-batch; the loss of the last one.
 accumulate | (mask, "token", 1)[rows] | (mask[rows], "token", 1) | gradient of .* \[\[1], \[0]]
 accumulate | += loss | = loss | loss of .* \[\[1], \[0]]

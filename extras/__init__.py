@@ -40,7 +40,7 @@ NAMES = (
     "inflight", "transformers_engine", "rounded_weights", "lora", "gradient_checkpointing",
     "adapter_folder", "prompts_once", "offload", "rejection", "resume", "notices", "idle_switches",
     "live_probe", "self_noise", "tracker", "multimodal", "transformers4", "export_sampling",
-    "keep_best")  # fmt: skip
+    "keep_best", "training_answers")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}
 
 

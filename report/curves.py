@@ -9,6 +9,7 @@ from report.files import read_rows
 
 PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
     "reward": ("reward", "eval_reward", "eval_reward_greedy"), "clip rate": ("clip_rate",),
+    "length, tokens": ("response_len",), "shares": ("trunc_frac", "flat_frac"),
     "KL(old, new), nats": ("kl_old_new",), "entropy, nats": ("entropy",),
     "mismatch, nats (log)": ("mismatch_abs_mean", "mismatch_max"),
     "seconds": ("generate_s", "reward_s", "old_logprobs_s", "update_s", "sync_s"),
@@ -22,11 +23,12 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     rows = read_rows(out / "metrics.jsonl")
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    for axis, (title, names) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+    figure = Figure(figsize=(17, 7), layout="constrained")
+    for axis, (title, names) in zip(figure.subplots(2, 4).flat, PANELS.items(), strict=True):
         for name in names:
             measured = {row["step"]: row[name] for row in rows if row.get(name) is not None}
-            axis.plot(list(measured), list(measured.values()), label=name)
+            marker = "o" if name.startswith("eval_") else ""
+            axis.plot(list(measured), list(measured.values()), marker=marker, label=name)
         axis.set(title=title, xlabel="step")
         if "(log)" in title:
             axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis

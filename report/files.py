@@ -15,6 +15,7 @@ import torch
 from report.errors import stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
+LARGE = 10**8  # trained parameters whose checkpoint, 1.2 GB, is not written at once
 
 
 def provenance() -> dict[str, Any]:
@@ -69,6 +70,8 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
     folder = out / "checkpoints"
     folder.mkdir(exist_ok=True)
     unfinished = folder / "unfinished"  # renamed when it is complete
+    if sum(map(torch.numel, state["policy"].values())) > LARGE:
+        print(f"writing {folder}/step_{step:06d}.pt", flush=True)
     with stage(f"writing a checkpoint in {folder}"):
         try:
             with unfinished.open("wb") as file:
@@ -105,6 +108,7 @@ def save_policy(run: Any, model: torch.nn.Module, parts: Any, folder: Path) -> N
     with ExitStack() as contexts:
         for as_saved in parts.while_saved:
             contexts.enter_context(as_saved())
+        print(f"writing {folder}", flush=True)
         write_folder(model, run.task.tokenizer, folder)
         for complete in parts.after_save:
             complete(model, folder)

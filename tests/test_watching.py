@@ -36,7 +36,11 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     assert first >= 2 * took[0]
     assert whole >= second >= (took[0] + took[1]) / 2
     assert last == 0.0
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    said = capsys.readouterr().out.splitlines()
+    speed = f"    step {table[3]['step_s']:.2f} s: generate {table[3]['generate_s']:.2f} old_logprobs "
+    assert [line[: len(speed)] for line in said if line.startswith("    step")][1:] == [speed]  # of the last
+    assert f"writing {out}/policy" in said
+    shown = [line for line in said if line.startswith("    ") and "tokens/s" not in line]
     loss, norm = table[1]["loss"], table[1]["grad_norm"]
     assert abs(loss) < ROUNDING < norm
     begins, ends = f"    loss {loss:.1e}, about 0 as it should be: the ratio is", f"is not 0 (gnorm {norm:.3g})"
@@ -55,8 +59,9 @@ def test_without_matplotlib_no_picture_is_drawn_and_it_is_said_once(tmp_path, mo
 
 
 MEASURED = json.loads("""{
- "reward": 0.5, "response_len": 12.34, "trunc_frac": 1.0, "flat_frac": 0.5, "mismatch_kl": 1e-05, "clip_rate": 0.01,
- "backend_clip_rate": 0.02, "entropy": 0.12, "grad_norm": 0.34, "lr": 0.001, "generate_s": 1, "update_s": 2,
+ "reward": 0.5, "response_len": 12.34, "trunc_frac": 1.0, "flat_frac": 0.5, "clip_rate": 0.01,
+ "current_mismatch_abs_mean": 1e-05, "backend_clip_rate": 0.02, "entropy": 0.12, "grad_norm": 0.34, "lr": 0.001,
+ "generate_s": 1, "update_s": 2,
  "sync_s": 3, "left_s": 7260.4, "kl_ref": 0.0, "kl_ref_max": 40, "groups_in_flight": 3, "staleness_mean": 0.5,
  "staleness_max": 2, "tokens_wasted": 9, "kv_lost": 4, "skipped_updates": 1, "kl_only_updates": 1,
  "overflowed_updates": 2, "rejected_frac": 0.25, "kept_mass": 0.8, "engine_kept_mass": 0.9, "outside_frac": 0.01,
@@ -64,8 +69,8 @@ MEASURED = json.loads("""{
  "eval_reward_greedy_left_out": 8, "eval_agree": 1, "eval_reward_trainer_alone": 0.0, "reward/right": 0.25,
  "reward/length": -1}""")
 LINE = (
-    "| reward 0.500 (right 0.250, length -1.000) | len  12.3 | trunc 100% | flat  50% | mismatch_kl  1.0e-05 | clip"
-    "  1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121 min left |"
+    "| reward 0.500 (right 0.250, length -1.000) | len  12.3 | trunc 100% | flat  50% | mismatch 1.0e-05 | clip "
+    " 1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121 min left |"
     " kl_ref 0.0e+00 max 4.0e+01 | NO SIGNAL in 1 minibatch(es): flat, masked or rejected rows, no step | NO SIGNAL in"
     " 1 minibatch(es), a step by the KL alone | fp16 OVERFLOW in 2 minibatch(es): scale halved | 5 rewards FAILED | 6"
     " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 (8 LEFT OUT)"
@@ -75,8 +80,8 @@ LINE = (
 )  # fmt: skip
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     (MEASURED, LINE), ({"eval_reward": None}, "| eval - greedy - agree -"),
-    (dict(reward=None, trunc_frac=0.5, left_s=59.4), "| reward - | len     - | trunc  50% | flat    - | mismatch_kl"
-     "        - | clip     - backend     - | entropy - | gnorm - lr - | gen - upd - sync - s | 59 s left"),
+    (dict(reward=None, trunc_frac=0.5, left_s=59.4), "| reward - | len     - | trunc  50% | flat    - | mismatch "
+     "      - | clip     - backend     - | entropy - | gnorm - lr - | gen - upd - sync - s | 59 s left"),
 ]  # fmt: skip
 
 

@@ -44,6 +44,8 @@ def check_task(run: Any, options: Options) -> Any:
     folder, config = options.adapter, run.config
     if not folder:
         return None
+    if not hasattr(config, "lora"):
+        raise ValueError("adapter must not be given without extras/lora.py, which is not there")
     entries, _ = read(folder)
     if given := sorted(config.given & {"lora_rank", "lora_alpha"}):
         raise ValueError(f"{' and '.join(given)} must not be given with adapter ({folder} has R ="

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from report.errors import stage
-from report.files import save_policy
+from report.files import read_rows, save_policy
 
 NOT_OF_THE_EXPERIMENT = {"keep_best"}
 
@@ -40,7 +40,8 @@ def install(run: Any, options: Options, parts: Any) -> None:
     if folder.exists():
         with stage(f"reading {folder}/best.json"):
             best = json.loads((folder / "best.json").read_text())
-        if parts.new_folder or best["metric"] != name:
+        is_new = parts.new_folder or not (run.out / "config.json").exists()
+        if is_new or best["metric"] != name:
             raise ValueError("out must be without another run's or metric's best policy (it would"
                              f" be overwritten), {folder} has one of {best['metric']}; move it"
                              " away")
@@ -49,12 +50,17 @@ def install(run: Any, options: Options, parts: Any) -> None:
         if best["step"] >= parts.first_step:
             print(f"{folder} is kept: its step {best['step']} is later than the checkpoint",
                   flush=True)
+        for row in read_rows(run.out / "metrics.jsonl"):
+            check_name(row)
         parts.writers.append(lambda row: keep(trainer.policy.model, row))
 
-    def keep(model: Any, row: dict[str, Any]) -> None:
+    def check_name(row: dict[str, Any]) -> None:
         names = sorted(metric for metric in row if metric.startswith("eval_"))
         if names and name not in names:
             raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
+
+    def keep(model: Any, row: dict[str, Any]) -> None:
+        check_name(row)
         value = row.get(name)
         if value is None or not value > best["value"]:  # also leaves out NaN
             return

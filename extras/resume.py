@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from report.errors import replace_file, stage
-from report.files import TABLES, checkpoints, read_rows
+from report.errors import replace_file
+from report.files import REMOVED, TABLES, checkpoints, earlier_run, of_today, read_rows
 
 NOT_OF_THE_EXPERIMENT = {"resume"}
-# Options of earlier versions, with the value that is in force without them.
-REMOVED = {"plain": False, "exact": False, "weight_decay": 0.0, "grad_clip": 1.0}
 
 
 @dataclass(frozen=True)
@@ -106,26 +104,11 @@ def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
             " CHECKPOINT writes the policy of an unfinished run")
 
 
-def of_today(config: Any, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Options of an earlier run under today's names. One that is younger had its default there."""
-    found = config.defaults() | REMOVED | earlier
-    if found.pop("old_policy", "recompute") == "rollout":
-        found["two_policy"] = True
-    return found
-
-
-def earlier_run(out: Path) -> dict[str, Any]:
-    """config.json of the run in `out`."""
-    path = out / "config.json"
-    with stage(f"reading {path}"):
-        return json.loads(path.read_text())
-
-
 def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
     """Raises: ValueError that names the values which are not as in the run to be resumed."""
-    stored = json.loads(json.dumps(now))  # tuples become lists
-    changed = sorted(name for name in stored.keys() | before.keys()
-                     if stored.get(name) != before.get(name))
+    now, before = json.loads(json.dumps([now, before]))  # tuples become lists
+    changed = sorted(name for name in now.keys() | before.keys()
+                     if now.get(name) != before.get(name))
     if changed:
         raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
                          " try another --out")

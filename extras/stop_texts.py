@@ -9,6 +9,8 @@ was sampled.
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import tyro
+
 from report.errors import MANY
 from tasks import Task
 
@@ -19,9 +21,9 @@ ENDINGS = {"stop_text_frac": " | {stop_text_frac:.0%} ended by a stop text"}
 class Options:
     """Where a response ends besides its stop tokens."""
 
-    # Texts that end a response, such as `Question:`; the reward does not see them. In bash a line
-    # break is $'\n'.
-    stop: tuple[str, ...] = ()
+    # A text that ends a response, such as `Question:`; the reward does not see it. In bash a line
+    # break is $'\n'. May be given several times.
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
 
     def __post_init__(self):
         if "" in self.stop:
@@ -66,7 +68,8 @@ class StopTexts:
     def __init__(self, tokenizer: Any, texts: tuple[str, ...]):
         self.tokenizer, self.texts = tokenizer, texts
         # Twice, because some tokenizers omit the space at the beginning of a text.
-        pairs = tokenizer.batch_decode([[token, token] for token in range(len(tokenizer))])
+        largest = max(tokenizer.get_vocab().values())  # there can be holes
+        pairs = tokenizer.batch_decode([[token, token] for token in range(largest + 1)])
         self.completing: set[int] = set()
         for text in texts:
             # A token with a part of a character's bytes decodes to U+FFFD.

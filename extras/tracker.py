@@ -12,7 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
 
-from report.errors import replace_file
+from report.errors import replace_file, stage
 
 # Arguments of wandb.init that the environment decides; wandb reads its other variables itself.
 WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "name": "WANDB_NAME",
@@ -95,7 +95,8 @@ def arguments_of_run(library: str, out: Path) -> dict[str, str]:
     if library == "trackio":  # a run's name is its only id
         arguments = {"project": "grpo", "name": f"{out.name}-{run_id}"}
     if path.exists():
-        arguments |= json.loads(path.read_text()) | {"resume": "allow"}
+        with stage(f"reading {path}"):
+            arguments |= json.loads(path.read_text()) | {"resume": "allow"}
     if library == "wandb":
         arguments |= {"dir": str(out)} | {
             argument: os.environ[variable] for argument, variable in WANDB.items()

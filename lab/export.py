@@ -12,9 +12,8 @@ import tyro
 from torch import Tensor
 
 import extras
-from extras.resume import earlier_run, of_today
 from report.errors import exit_with_message, stage
-from report.files import save_policy
+from report.files import earlier_run, of_today, save_policy
 from tasks.job import model_digests
 from tasks.model_folder import describe_model
 from train import Config, Parts, Run
@@ -42,9 +41,10 @@ def export(checkpoint: tyro.conf.Positional[Path], to: Path | None = None) -> Pa
         raise ValueError(f"to must be a new folder, {to} is there; try another --to")
     record = earlier_run(out)
     record = record.get("resumed", [record])[-1]
-    config = Config.from_flat(of_today(Config(), record["config"]))
-    folder = record["trainer"]["model_path"]
-    refuse_other_model(folder, config.model, record["files"])
+    with stage(f"reading {out}/config.json"):
+        config = Config.from_flat(of_today(Config(), record["config"]))
+        folder, files = record["trainer"]["model_path"], record["files"]
+    refuse_other_model(folder, config.model, files)
     _, tokenizer, stop = describe_model(folder, lambda path: extras.folder(path).config())
     task = SimpleNamespace(tokenizer=tokenizer, prompts=[()], fingerprint="")
     sampling = SimpleNamespace(**config.flat(), stop_token_ids=stop)

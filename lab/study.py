@@ -48,7 +48,6 @@ import torch
 import tyro
 
 import lab
-from extras.resume import of_today
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
@@ -61,7 +60,7 @@ from report.errors import (
     stage,
     within,
 )
-from report.files import provenance, read_rows
+from report.files import of_today, provenance, read_rows
 from train import Config
 from verify.start import prepare_environment
 

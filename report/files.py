@@ -15,6 +15,8 @@ import torch
 from report.errors import stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
+# Options of earlier versions, with the value that is in force without them.
+REMOVED = {"plain": False, "exact": False, "weight_decay": 0.0, "grad_clip": 1.0}
 LARGE = 10**8  # trained parameters whose checkpoint, 1.2 GB, is not written at once
 
 
@@ -46,6 +48,21 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
                      "dropped": task.num_dropped, "merged": task.num_repeated},
         "files": run.files, "prompts": task.prompts_record,
     }
+
+
+def earlier_run(out: Path) -> dict[str, Any]:
+    """config.json of the run in `out`."""
+    path = out / "config.json"
+    with stage(f"reading {path}"):
+        return json.loads(path.read_text())
+
+
+def of_today(config: Any, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Options of an earlier run under today's names. One that is younger had its default there."""
+    found = config.defaults() | REMOVED | earlier
+    if found.pop("old_policy", "recompute") == "rollout":
+        found["two_policy"] = True
+    return found
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

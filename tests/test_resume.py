@@ -20,9 +20,9 @@ import torch
 from helpers import command, forked, outcome, read_json, refusal, rows, tensors, train_here
 
 import train
-from extras.resume import REMOVED, of_today
+from extras.resume import refuse_changes
 from lab import export
-from report.files import save_policy
+from report.files import REMOVED, of_today, save_policy
 from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
@@ -128,6 +128,9 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(r
 def test_an_earlier_runs_options_have_todays_names_and_the_defaults_of_then():
     earlier = of_today(Config(), {"old_policy": "rollout", "lr": 1.0})
     assert earlier == Config().defaults() | REMOVED | {"two_policy": True, "lr": 1.0}
+    now = Config().flat()
+    before = {name: value for name, value in json.loads(json.dumps(now)).items() if name != "stop"}  # it is younger
+    refuse_changes("options", now | REMOVED, of_today(Config(), before))
 
 
 def test_with_a_constant_rate_a_run_goes_on_for_more_steps(root, tmp_path, capsys):
@@ -187,8 +190,11 @@ def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, t
     train_here([*words, "eval_reward", "--resume"])
     shutil.copytree(out / "best", other / "best")
     of_another = "{}/best has one of eval_reward; move it away"
-    for where, more in (out, ["eval_agree", "--resume"]), (other, ["eval_reward", "--out", str(other)]):
+    for where, more in ((out, ["eval_agree", "--resume"]), (other, ["eval_reward", "--out", str(other), "--resume"]),
+                        (other, ["eval_reward", "--out", str(other)])):  # fmt: skip
         assert of_another.format(where) in refusal([*words, *more], capsys)
+    shutil.rmtree(out / "best")  # a misspelt name is refused before steps are lost
+    assert "must be one of eval_agree, eval_reward," in refusal([*words, "eval_rewad", "--resume"], capsys)
     (other / "best" / "best.json").unlink()  # a user's folder
     assert "best.json failed: FileNotFoundError" in refusal([*words, *more], capsys)
 

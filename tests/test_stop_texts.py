@@ -103,7 +103,7 @@ def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_no
     out = tmp_path / "run"
     (good / "rewards.py").write_text("def reward(problem, response):\n    return float(response == '')\n")
     words = f"--steps 2 --out {out} --max-new-tokens 12 --reward {good}/rewards.py {options}"
-    train_here(command(good, words, "--stop", "=", "12"))
+    train_here(command(good, words, "--stop", "=", "--stop", "12"))
     stopped = [step["stop_text_frac"] for step in rows(out)[1:]]
     assert min(stopped) > 0 and stopped == [1 - step["trunc_frac"] for step in rows(out)[1:]]
     said = re.findall(r"(\d+)% ended by a stop text", capsys.readouterr().out)

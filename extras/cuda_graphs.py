@@ -1,31 +1,35 @@
-"""`--cuda-graphs`: vLLM decodes with CUDA graphs of whole steps, which are not compiled."""
+"""`--no-cuda-graphs`: without it, vLLM decodes on a GPU with CUDA graphs of whole steps.
+
+They are not compiled. On an H100 they changed no mismatch and shortened generation (docs/run.md).
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+NOT_OF_THE_EXPERIMENT = {"cuda_graphs"}
+
 
 @dataclass(frozen=True)
 class Options:
     """Graphs of the engine's decode steps."""
 
-    cuda_graphs: bool = False  # Decode with CUDA graphs, without compilation; docs/run.md.
-
-
-def check_machine(config: Any, options: Options) -> None:
-    if options.cuda_graphs and not torch.cuda.is_available():
-        raise ValueError("cuda_graphs must not be given without a GPU (it would do nothing)")
+    cuda_graphs: bool = True  # Decode with CUDA graphs, without compilation; a CPU has none.
 
 
 def install(run: Any, options: Options, parts: Any) -> None:
     """A graph for each number of requests that a step may have, in steps of 8."""
     from verify import canary
 
-    if options.cuda_graphs:
-        slots = parts.engine["max_num_seqs"] + canary.PROMPTS
-        sizes = sorted({1, 2, canary.PROMPTS, *range(8, slots, 8), slots})
-        parts.engine.setdefault("further", {}).update({
-            "enforce_eager": False, "compilation_config.mode": 0,
-            "compilation_config.cudagraph_mode": "FULL_DECODE_ONLY",
-            "compilation_config.cudagraph_capture_sizes": sizes})
+    config = run.config
+    if not (options.cuda_graphs and torch.cuda.is_available()) or "engine" in config.given:
+        return
+    groups = config.num_prompts + config.flat().get("inflight_groups", 0)
+    most = max(groups * config.group_size, config.eval_problems * config.eval_samples)
+    slots = min(most, config.max_num_seqs) + canary.PROMPTS
+    sizes = sorted({1, 2, canary.PROMPTS, *range(8, slots, 8), slots})
+    parts.engine.setdefault("further", {}).update({
+        "enforce_eager": False, "compilation_config.mode": 0,
+        "compilation_config.cudagraph_mode": "FULL_DECODE_ONLY",
+        "compilation_config.cudagraph_capture_sizes": sizes})

@@ -245,7 +245,7 @@ GPU = (f"{BENCH} --task {Path(__file__).with_name('models.py')} --dtype bfloat16
        " --group-size 8 --max-new-tokens 512 --micro-batch-tokens 16384 --kv-cache-gib 16"
        " --eval-problems 8 --self-noise-every 1")
 TINY = ("--model toy --task digits --steps 3 --num-prompts 4 --group-size 4 --max-new-tokens 18"
-        " --kv-cache-gib 0.1 --eval-problems 4 --no-cuda-graphs")
+        " --kv-cache-gib 0.1 --eval-problems 4")
 SMALL = "--num-prompts 32"
 TOY = "--model toy --task toy --max-new-tokens 8"
 half_b = partial(Cell, baseline="parity", program="lab.bench", model="qwen2.5-0.5b", share=0.3)
@@ -272,8 +272,7 @@ GPU_CELLS = {
         " mismatch 1.5 times the own noise"),
     "minus-fp32-head": half_b(
         f"{HEAD} {SMALL}", expected="H100: mismatch 11 times that of parity"),
-    "cuda-graphs": half_b(
-        "--cuda-graphs", expected="H100: mismatch 1.5 times the own noise"),
+    "eager": half_b("--no-cuda-graphs", expected="H100: mismatch 1.5 times the own noise"),
     # The shape of garg-aayush/building-from-scratch: 256 rollouts.
     "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
                  " --kv-cache-gib 8", "1.5b", "lab.bench", "qwen2.5-1.5b", share=0.5,

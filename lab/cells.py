@@ -273,6 +273,14 @@ GPU_CELLS = {
     "minus-fp32-head": half_b(
         f"{HEAD} {SMALL}", expected="H100: mismatch 11 times that of parity"),
     "eager": half_b("--no-cuda-graphs", expected="H100: mismatch 1.5 times the own noise"),
+    # The price of each other fix in seconds, beside parity with as many prompts.
+    "small": half_b(SMALL),
+    "small-eager": half_b(f"{SMALL} --no-cuda-graphs"),
+    "minus-processed": half_b(f"{RAW} {SMALL}"),
+    **{f"minus-{name}": half_b(f"{RUNTIME} --parity.variants {name} {SMALL}")
+       for name in ("prefix-cache", "async-scheduling")},
+    "small-top-p": half_b(f"{SMALL} {TOP_P}"),
+    "small-top-p-minus-mask": half_b(f"{SMALL} {TOP_P} --parity.no-sampling-mask"),
     # The shape of garg-aayush/building-from-scratch: 256 rollouts.
     "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
                  " --kv-cache-gib 8", "1.5b", "lab.bench", "qwen2.5-1.5b", share=0.5,

@@ -22,7 +22,7 @@ from report.clock import Clock
 from report.files import append_rows
 from rl import Batch
 from tasks.job import teach_toy
-from train import Config, begin, load_policy, parts_of, prepare, train_step
+from train import Config, Trainer, begin, load_policy, parts_of, prepare, train_step
 
 
 def bare_generate(
@@ -78,8 +78,9 @@ def whole_groups(
     return [part for length in lengths.unique() for part in rows[lengths == length].split(size)]
 
 
-def main(arguments: list[str]) -> None:
-    config = tyro.cli(Config, args=arguments, description=__doc__)
+def built(arguments: list[str], description: str) -> tuple[Trainer, float]:
+    """The trainer of a run with options of train.py, and the seconds of the engine's start."""
+    config = tyro.cli(Config, args=arguments, description=description)
     run = prepare(config)
     teach_toy(config.task, config.seed, config.model, config.data)
     run.out.mkdir(parents=True)
@@ -88,7 +89,13 @@ def main(arguments: list[str]) -> None:
     started = time.perf_counter()
     engine = parts.engine_kind.start(run, policy, **parts.engine)
     start_s = time.perf_counter() - started
-    trainer, model = begin(run, parts, policy, engine), policy.model
+    return begin(run, parts, policy, engine), start_s
+
+
+def main(arguments: list[str]) -> None:
+    trainer, start_s = built(arguments, __doc__)
+    run, parts, engine, policy = trainer.run, trainer.parts, trainer.engine, trainer.policy
+    config, model = run.config, policy.model
     longest = max(map(len, run.task.prompts))
     formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
                phases(config, without_memory(model.config), longest,

@@ -102,6 +102,8 @@ METRICS = {
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),
     "start_s": column("start the engine, s", ".1f", "start_s"),
+    "decode_busy": column("the GPU computes, decode", ".0%", "decode_busy"),
+    "update_busy": column("the GPU computes, update", ".0%", "update_busy"),
 } | {
     f"{phase}_formula": column(f"{phase}, peak / formula", ".2f", f"{phase}_gib", warm,
                                per=f"formula_{phase}_gib")
@@ -273,6 +275,7 @@ GPU_CELLS = {
     "minus-fp32-head": half_b(
         f"{HEAD} {SMALL}", expected="H100: mismatch 11 times that of parity"),
     "eager": half_b("--no-cuda-graphs", expected="H100: mismatch 1.5 times the own noise"),
+    "profile": Cell(f"{SMALL} --self-noise-every 0", "profile", "lab.profile", "qwen2.5-0.5b"),
     # The price of each other fix in seconds, beside parity with as many prompts.
     "small": half_b(SMALL),
     "small-eager": half_b(f"{SMALL} --no-cuda-graphs"),
@@ -311,6 +314,6 @@ STUDIES = {
                          "mismatch_noise", "start_s", "sleep_s", "wake_s", "load_s", "proof_s",
                          "canary_s", "step_s", "generate_s", "generate_bare", "old_logprobs_s",
                          "update_s", "tokens_s", "freed", "generate_gib", "generate_formula",
-                         "update_gib", "update_formula"), steps=5, seeds=1, jobs=1,
-        piecewise=True, rehearsal=TINY),
+                         "update_gib", "update_formula", "decode_busy", "update_busy"),
+        steps=5, seeds=1, jobs=1, piecewise=True, rehearsal=TINY),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from helpers import close_live_engine, command, config_of, qwen2, rows, train_he
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine_adapter import Rollout
+from lab import profile
 from lab.bench import bare_training, main
 from lab.cells import METRICS, STUDIES
 from rl import Policy, make_batch
@@ -45,3 +46,12 @@ def test_each_step_of_a_benchmark_has_the_seconds_of_its_bare_work(good, tmp_pat
     assert [row["step"] for row in steps] == [1, 2, 3]
     names = *STUDIES["bench"].metrics, "start_s", "wake_s", "freed", "generate_formula", "update_formula"
     assert None not in [METRICS[name].measure(steps) for name in names]
+
+
+@pytest.mark.engine
+def test_a_profile_names_operations_and_functions_of_decode_steps_and_an_update(good, tmp_path):
+    close_live_engine()
+    profile.main(command(good, f"--task {{root}}/task.py --out {tmp_path}/run --max-new-tokens 24 --temperature 2"))
+    text = (tmp_path / "run" / "profile.txt").read_text()
+    for part in ("8 decode steps of 8: ", "unified_attention", "update_from_output", "an update: ", "AdamW"):
+        assert part in text

@@ -118,7 +118,7 @@ def reseed(*stream: int | str) -> None:
 
 
 # Of a step's output; any other one, such as vLLM's "error", stops the run.
-FINISH_REASONS = ("None", "stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort")
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM
@@ -418,20 +418,21 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         # In one process this call schedules, computes and samples: there is no queue.
         for output in self.llm.engine_core.get_output().outputs:
-            if str(output.finish_reason) not in FINISH_REASONS:
-                raise RuntimeError(f"vLLM ended a request with {output.finish_reason}")
+            reason = output.finish_reason
+            if reason is not None and str(reason) not in FINISH_REASONS:
+                raise RuntimeError(f"vLLM ended a request with {reason}")
             rollout = self._requests[output.request_id]
-            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K)
+            logprobs = output.new_logprobs.logprobs  # (n, 1 + K)
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
             if self.collect:
+                ids = output.new_logprobs.logprob_token_ids
                 likeliest = slice(1, None)  # columns; column 0 is the sampled token
                 self.collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
             if rollout.sampling.ends(rollout):
-                rollout.finish_reason = "stop"
                 self.llm.engine_core.abort_requests([output.request_id])
-            elif output.finish_reason is not None:
-                rollout.finish_reason = str(output.finish_reason)
-            if rollout.finish_reason:
+                reason = "stop"
+            if reason is not None:
+                rollout.finish_reason = str(reason)
                 del self._requests[output.request_id]
 
     # ------------------------------------------------------------------------------ sleep, wake

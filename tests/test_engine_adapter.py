@@ -214,7 +214,7 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
 def test_an_answer_that_vllm_ends_with_another_reason_such_as_an_error_stops_the_run(engine_folder, monkeypatch):
     assert "error" not in engine_adapter.FINISH_REASONS
     with started(engine_folder, Policy(qwen2())) as engine:
-        monkeypatch.setattr(engine_adapter, "FINISH_REASONS", ("None",))
+        monkeypatch.setattr(engine_adapter, "FINISH_REASONS", ())
         with pytest.raises(RuntimeError, match=r"vLLM ended a request with (stop|length)"):
             engine.generate(PROMPTS, 1, WARM)
     close_live_engine()  # its requests are unfinished

@@ -46,7 +46,7 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(PYTEST) -m "not engine" $(ARGS)
 
-# Each fix switched off alone, on a job where every switch shows: three to five minutes on two cores.
+# Each fix switched off alone, on a job where every switch shows: three minutes on two cores.
 ablate: setup
 	$(VENV)/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
 		--train-args="--eval-problems 64 --no-eval-trainer-alone --probe-every 1" \

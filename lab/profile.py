@@ -14,6 +14,7 @@ from cProfile import Profile
 from functools import partial
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from engine_adapter import reseed
@@ -36,9 +37,15 @@ def profiled(what: str, work: Callable[[], None]) -> float:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     events = profiler.key_averages()
-    busy = sum(event.self_device_time_total for event in events) / 1e6 / seconds
+    # Kernels alone: torch also gives their time to the operations that have launched them.
+    kernels = [event for event in events
+               if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e6 / seconds
     print(f"{what}: {seconds:.3f} s, a GPU computes in {busy:.0%} of it")
-    for order in ("self_device_time_total", "self_cpu_time_total")[not busy :]:
+    orders = ["self_cpu_time_total"]
+    if kernels:
+        orders.insert(0, "self_device_time_total")
+    for order in orders:
         print(events.table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
     return busy
 
@@ -55,8 +62,9 @@ def main(arguments: list[str]) -> None:
 
     done = train_step(trainer, 1)
     reseed(config.seed, "profile")
-    rollouts = [rollout for problem in problems for rollout in
-                engine.submit(problem.prompt_ids, config.group_size, run.sampling)]
+    rollouts = []
+    for problem in problems:
+        rollouts += engine.submit(problem.prompt_ids, config.group_size, run.sampling)
     while engine.num_unfinished and not all(rollout.token_ids for rollout in rollouts):
         engine.step()  # prompts
     with open(run.out / "profile.txt", "w") as file, redirect_stdout(file):

@@ -93,9 +93,12 @@ def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder):
         sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
         sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
         hook = engine.vllm_model.logits_processor.register_forward_hook(lambda *given: given[2].bfloat16().float())
-        wrong = r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
+        engine.wanted["compilation_config.cudagraph_mode"] = "FULL_DECODE_ONLY"
+        wrong = (r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
+                 r".*cudagraph_mode is 'NONE', not 'FULL_DECODE_ONLY'; try --no-cuda-graphs")  # fmt: skip
         with pytest.raises(AuditError, match=wrong):
             verify.audit(engine)
+        del engine.wanted["compilation_config.cudagraph_mode"]
         hook.remove()
         sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
@@ -122,12 +122,6 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM
-VARIANTS = {
-    "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
-    "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class ParityFlags:
     """The five fixes. Off is V1's default; without sampling_mask: that of most trainers."""
@@ -148,53 +142,6 @@ class ParityFlags:
     # Semantics, trainer, with top-k, top-p or min-p. On: its softmax is over the tokens that the
     # sampler kept, which travel with each token. Off: over the vocabulary, as in most trainers.
     sampling_mask: bool = True
-    # In place of V1's defaults. prefix-cache, async-scheduling: without uncached_runtime this alone
-    # goes back to V1's default. recompute: without inflight_keep, unfinished requests stay and
-    # their KV cache is computed again under the new weights. both-heads: without fp32_head, the
-    # trainer's head in the model's dtype too. both-raw: without processed_logprobs, the trainer
-    # forgets the temperature too: no mismatch.
-    variants: tuple[Literal[tuple(VARIANTS)], ...] = ()
-
-    def __post_init__(self):
-        for variant in self.variants:
-            flag = VARIANTS[variant]
-            if getattr(self, flag):
-                raise ValueError(f"variants must not have {variant} with {flag} (it would do"
-                                 f" nothing); try --parity.no-{flag.replace('_', '-')}")
-        if self.stale_cache and self.inflight_update == "recompute":
-            raise ValueError("variants must not have recompute while V1's prefix cache is on"
-                             " (recompute clears the cache too, and so repairs the other fault)")
-
-    def in_force(self, flag: str, variant: str | None = None) -> bool:
-        """Whether a fix is on; with `variant`, whether that part of it is.
-
-        With the variant prefix-cache, say, only that part of uncached_runtime is off.
-        """
-        named = [other for other in self.variants if VARIANTS[other] == flag]
-        if variant and named:
-            return variant not in named
-        return getattr(self, flag)
-
-    @property
-    def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
-        """What a weight update does to unfinished requests."""
-        if self.inflight_keep:
-            return "keep"
-        return "recompute" if "recompute" in self.variants else "abort"
-
-    @property
-    def trainer_fp32_head(self) -> bool:
-        return "both-heads" not in self.variants
-
-    @property
-    def trainer_temperature(self) -> bool:
-        """Whether the trainer applies the temperature of the sampling."""
-        return "both-raw" not in self.variants
-
-    @property
-    def stale_cache(self) -> bool:
-        """Whether V1's own prefix cache is on, which a load does not clear."""
-        return not self.in_force("uncached_runtime", "prefix-cache")
 
     def off(self) -> list[str]:
         """The fixes that are off; a flag that is off by default, such as a fork's, is no fix."""
@@ -206,23 +153,21 @@ class Setting(NamedTuple):
     """A setting of vLLM that a parity flag controls: a row of SETTINGS.
 
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), `fixed` its value with
-    the fix, `default` that of V1 without it; None leaves the value to vLLM. `variant` is the name
-    in --parity.variants that leaves this setting at V1's default while the flag's others are fixed.
-    verify/settings.py reads the value that is in force in a live engine.
+    the fix, `default` that of V1 without it; None leaves the value to vLLM. verify/settings.py
+    reads the value that is in force in a live engine.
     """
 
     flag: str
     argument: str
     fixed: Any
     default: Any
-    variant: str | None = None
 
 
 # inflight_keep has no row: it is no setting, but what a load does.
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs"),
-    Setting("uncached_runtime", "enable_prefix_caching", False, True, "prefix-cache"),
-    Setting("uncached_runtime", "async_scheduling", False, True, "async-scheduling"),
+    Setting("uncached_runtime", "enable_prefix_caching", False, True),
+    Setting("uncached_runtime", "async_scheduling", False, True),
     Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model"),  # "model": its dtype
     # -1: a request may ask for the likeliest tokens in any number.
     Setting("sampling_mask", "max_logprobs", -1, None),
@@ -235,8 +180,8 @@ ALWAYS = {"generation_config": "vllm", "disable_cascade_attn": True}
 
 def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
     """What the start asks for, by argument, and the audit must then find."""
-    return {setting.argument: setting.fixed if parity.in_force(setting.flag, setting.variant)
-            else setting.default for setting in SETTINGS}
+    return {setting.argument: setting.fixed if getattr(parity, setting.flag) else setting.default
+            for setting in SETTINGS}
 
 
 # ---------------------------------------------------------------------------------- the engine

@@ -225,9 +225,7 @@ class Parts(extras.OneOwner):
         config = run.config
         self.folder = extras.folder(run.folder)
         self.policy = dict(  # arguments of Policy
-            temperature=config.temperature if config.parity.trainer_temperature else 1.0,
-            fp32_head=config.parity.trainer_fp32_head,
-            has_reference=config.kl_coef > 0)
+            temperature=config.temperature, has_reference=config.kl_coef > 0)
         self.optimizer = Optimizer
         self.engine_kind = Engine  # the class, and its arguments
         self.engine = dict(
@@ -241,15 +239,13 @@ class Parts(extras.OneOwner):
         self.checkpoint: dict[str, Any] | None = None  # what the trainer's state is read from
         # Functions, their arguments, and when they are called:
         self.with_model: list[Callable] = []  # the model, on its device: before Policy is made
-        self.at_accept: list[Callable] = []  # no argument: when the run begins to write files
-        self.at_begin: list[Callable] = []  # trainer, record: before the first step
+        self.at_begin: list[Callable] = []  # trainer, record of config.json: before it is written
         self.observers: list[Callable] = []  # each Step: more metrics
         self.evaluations: list[Callable] = []  # see `evaluate`
         self.writers: list[Callable] = []  # each row of metrics.jsonl
         self.at_end: list[Callable] = []  # no argument: after the last step
         self.while_saved: list[Callable] = []  # no argument: a context, the model as it is saved
         self.after_save: list[Callable] = []  # the model and its new folder
-        self.on_record: list[Callable] = []  # config.json's record: the record to write
         self.complete()
 
 
@@ -327,8 +323,6 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
     else:
         for table in TABLES:
             replace_file(run.out / table, "")
-    for accept in parts.at_accept:
-        accept()
     engine.load(policy.weights(), policy.response_logprobs)
     if engine.copies_weights:
         prompts = [problem.prompt_ids for problem in run.task.train]
@@ -336,12 +330,10 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
         distribution.check(policy, engine, sampled)
     settings = of_trainer(policy)
     record = record_of(run, settings, engine)
-    for change in parts.on_record:
-        record = change(record)
-    replace_file(run.out / "config.json", json.dumps(record, indent=2))
     print(settings_lines(settings, engine.settings), flush=True)
     for prepare_first_step in parts.at_begin:
         prepare_first_step(trainer, record)
+    replace_file(run.out / "config.json", json.dumps(record, indent=2))
     return trainer
 
 

@@ -11,7 +11,8 @@ def install(run: Any, options: Any, parts: Any) -> None:
         block = state.engine.settings.get("block_size", 0)  # transformers has no blocks
         idle = [
             # The last token is always computed.
-            (parity.stale_cache and max(map(len, run.task.prompts)) <= block,
+            (not parity.uncached_runtime and state.engine.wanted["enable_prefix_caching"]
+             and max(map(len, run.task.prompts)) <= block,
              "uncached_runtime: of its settings the prefix cache",
              f"no prompt is longer than a block of {block} tokens; try --block-size 32"),
             (not parity.processed_logprobs and config.temperature == 1

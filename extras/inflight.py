@@ -178,15 +178,18 @@ class InflightEngine(Engine):
     """An `Engine` whose requests may be unfinished while weights are loaded.
 
     A load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished
-    rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`); the
+    rollouts are kept, recomputed, or aborted and submitted again (`inflight_update`); the
     canary's steps advance them too. The later log-probabilities of a kept one belong to no single
     set of weights: the new weights compute them from keys and values of the old.
     """
 
     holds_unfinished = True
 
-    def __init__(self, *arguments: Any, **options: Any):
+    def __init__(self, *arguments: Any, recomputes: bool = False, **options: Any):
         super().__init__(*arguments, **options)
+        off = "recompute" if recomputes else "abort"
+        self.inflight_update = "keep" if self.parity.inflight_keep else off
+        self.settings["inflight_update"] = self.inflight_update
         self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
         # What kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []
@@ -199,7 +202,7 @@ class InflightEngine(Engine):
         cache again after the next `load`.
         """
         self._require("sleep", "ready")
-        if self.num_unfinished and self.parity.inflight_update == "keep":
+        if self.num_unfinished and self.inflight_update == "keep":
             self.state = "asleep"
         else:
             super().sleep()
@@ -220,10 +223,9 @@ class InflightEngine(Engine):
 
     def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""
-        update = self.parity.inflight_update
-        if update == "abort":
+        if self.inflight_update == "abort":
             return self.abort()
-        if update == "keep":
+        if self.inflight_update == "keep":
             self._note_kept()
         # Not `num_unfinished`: on a GPU vLLM's sleep has paused its scheduler, which then counts 0.
         elif self._requests and not self.llm.reset_prefix_cache(reset_running_requests=True):

@@ -23,9 +23,9 @@ class Options:
 
 
 def check(config: Any, options: Options) -> None:
-    if options.resume and config.parity.stale_cache:
-        raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint, and an"
-                         " empty cache has no stale block); try another --out")
+    if options.resume and not config.parity.uncached_runtime:
+        raise ValueError("resume must be off without uncached_runtime (V1's prefix cache is in no"
+                         " checkpoint, and an empty cache has no stale block); try another --out")
 
 
 def check_machine(config: Any, options: Options) -> None:
@@ -45,8 +45,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         without = ""
         step = parts.checkpoint["step"]
         parts.first_step = step + 1
-        parts.on_record.append(partial(added, first_step=step + 1, out=run.out))
-        parts.at_accept.append(partial(drop_rows_after, step, run.out))
+        parts.at_begin.append(partial(go_on, step))
     parts.at_begin.append(lambda trainer, record: print(
         f"resumed at step {parts.first_step}{without}", flush=True))
 
@@ -128,15 +127,15 @@ def refuse_other_prompts(now: dict[str, str], before: dict[str, str]) -> None:
                      ' \'{"date_string": "..."}\', with the name that the template gives it')
 
 
-def drop_rows_after(step: int, out: Path) -> None:
-    """Keep the rows of both tables up to `step`, the checkpoint's."""
+def go_on(step: int, trainer: Any, record: dict[str, Any]) -> None:
+    """Drop the rows after the checkpoint's step, and keep the run's first record.
+
+    What goes on now is in its list `resumed`.
+    """
+    out = trainer.run.out
     for name in TABLES:
         rows = [row for row in read_rows(out / name) if row["step"] <= step]
         replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def added(record: dict[str, Any], first_step: int, out: Path) -> dict[str, Any]:
-    """The run's config.json with the record of what goes on now in its list `resumed`."""
-    before = earlier_run(out)
-    resumed = [*before.get("resumed", []), {"step": first_step} | record]
-    return before | {"resumed": resumed}
+    now, first = {"step": step + 1} | record, earlier_run(out)
+    record.clear()
+    record.update(first | {"resumed": [*first.get("resumed", []), now]})

@@ -42,7 +42,7 @@ def check(config: Any, options: Options) -> None:
     if options.engine == "vllm":
         return
     faults = [fix for fix in config.parity.off() if fix != "sampling_mask"]
-    if not config.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
+    if "both-heads" in config.flat().get("variants", ()):  # a 16-bit head here needs no vLLM
         faults.remove("fp32_head")
     if faults:
         raise ValueError(f"engine must be vllm without {', '.join(faults)} (only vLLM has that"

@@ -12,8 +12,6 @@ from statistics import fmean as mean
 from statistics import median
 from typing import Any, NamedTuple
 
-from engine_adapter import VARIANTS
-
 Rows = list[dict[str, Any]]  # of metrics.jsonl; step 0 is the evaluation before training
 
 
@@ -199,11 +197,11 @@ SETS = PAIRS | FAULTS | {"v1-defaults": V1}
 LADDER_CELLS = (
     against("transformers", {"transformers": TRANSFORMERS} | RUNGS)
     | against("parity", PAIRS | FAULTS | {
-        "parity-recompute": f"{PAUSE} --parity.variants recompute",
-        "parity-16-bit-heads": f"{HEAD} --parity.variants both-heads",
+        "parity-recompute": f"{PAUSE} --variants recompute",
+        "parity-16-bit-heads": f"{HEAD} --variants both-heads",
     } | {
-        f"parity-minus-{part}": f"{RUNTIME} --parity.variants {part}"
-        for part, fix in VARIANTS.items() if fix == "uncached_runtime"
+        f"parity-minus-{part}": f"{RUNTIME} --variants {part}"
+        for part in ("prefix-cache", "async-scheduling")
     })
     | against("parity+three", {"parity+three": THREE, "parity+tis": TIS} | {
         f"{name}+three": f"{words} {THREE}" for name, words in SETS.items()
@@ -267,7 +265,7 @@ GPU_CELLS = {
     "ladder-v1-defaults": on_ladder(
         f"{LADDER_ON_GPU} {V1}", expected="H100: reward 0.12; a CPU's 0.62 is of its stale cache"),
     "ladder-kept-cache": on_ladder(
-        f"{LADDER_ON_GPU} {RUNTIME} --parity.variants prefix-cache",
+        f"{LADDER_ON_GPU} {RUNTIME} --variants prefix-cache",
         expected="H100: reward 0.29 below parity, agreement 0.64"),
     "parity": half_b(
         "", expected="H100: frees 18.3 GiB, load 0.06 s; sleep, wake and load 0.7 % of a step;"
@@ -280,7 +278,7 @@ GPU_CELLS = {
     "small": half_b(SMALL),
     "small-eager": half_b(f"{SMALL} --no-cuda-graphs"),
     "minus-processed": half_b(f"{RAW} {SMALL}"),
-    **{f"minus-{name}": half_b(f"{RUNTIME} --parity.variants {name} {SMALL}")
+    **{f"minus-{name}": half_b(f"{RUNTIME} --variants {name} {SMALL}")
        for name in ("prefix-cache", "async-scheduling")},
     "small-top-p": half_b(f"{SMALL} {TOP_P}"),
     "small-top-p-minus-mask": half_b(f"{SMALL} {TOP_P} --parity.no-sampling-mask"),

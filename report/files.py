@@ -62,6 +62,9 @@ def of_today(config: Any, earlier: dict[str, Any]) -> dict[str, Any]:
     found = config.defaults() | REMOVED | earlier
     if found.pop("old_policy", "recompute") == "rollout":
         found["two_policy"] = True
+    parity = found["parity"] = dict(found["parity"])
+    if "variants" in parity:
+        found["variants"] = parity.pop("variants")
     return found
 
 

@@ -29,7 +29,8 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --objective dr_grpo --reject token --reject-mean kept => reject_mean must not be given with dr_grpo and reject
 --objective gspo --reject geometric --reject-mean kept => reject_mean must not be given with gspo and reject
 --lora-alpha 8 => lora_forward need lora_rank
---parity.variants both-heads => would do nothing
+--variants both-heads => would do nothing
+--variants recompute --parity.no-inflight-keep => without requests in flight
 --block-size 24 => block_size must be a multiple of 16
 --max-staleness 3 => try --inflight-groups
 --block-size 32 --engine transformers => block_size must not be given with engine transformers
@@ -39,7 +40,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --lora-rank 4 --lora-forward added --tis token => the broken backend), got tis token without lora_forward
 --rollout-weights int8 --engine transformers => rollout_weights must be own with engine transformers
 --inflight-groups 33 => must be at most num_prompts * max_staleness = 32
---resume --parity.no-uncached-runtime => resume must be off with V1's prefix cache
+--resume --parity.no-uncached-runtime => resume must be off without uncached_runtime
 --prefix-cache versioned --parity.no-uncached-runtime => prefix_cache must be off without uncached_runtime
 --parity.no-sampling-mask => top_p and min_p (no mask)
 --max-kept 8 => max_kept must be given with top_k, top_p or min_p and

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import tyro
@@ -10,6 +11,7 @@ from helpers import config_of
 
 from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
 from extras.masks import MaskedSampling
+from extras.variants import install
 from train import Config
 
 
@@ -23,11 +25,16 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
-    parity = ParityFlags(uncached_runtime=False, variants=("prefix-cache",))
-    wanted = wanted_settings(parity)
-    assert (wanted["enable_prefix_caching"], wanted["async_scheduling"]) == (True, False)
-    for variants, fp32 in (((), True), (("both-heads",), False)):
-        assert ParityFlags(fp32_head=False, variants=variants).trainer_fp32_head == fp32
+    def changed(option, *variants):
+        config = config_of(ParityFlags(**{option: False}), variants=variants, inflight_groups=1)
+        parts = SimpleNamespace(engine={}, policy={})
+        install(SimpleNamespace(config=config), config.variants, parts)
+        return parts.engine | parts.policy
+
+    assert changed("uncached_runtime") == changed("uncached_runtime", "prefix-cache", "async-scheduling") == {}
+    assert changed("uncached_runtime", "prefix-cache") == {"further": {"async_scheduling": False}}
+    assert changed("uncached_runtime", "async-scheduling") == {"further": {"enable_prefix_caching": False}}
+    assert changed("fp32_head", "both-heads") == {"fp32_head": False}
 
 
 def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_is_on_by_default_is_a_fix(monkeypatch):

@@ -12,19 +12,19 @@ from verify.errors import AuditError
 from verify.settings import of_trainer
 
 pytestmark = pytest.mark.engine
-NO_MASK, BOTH_RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logprobs=False, variants=("both-raw",))
+NO_MASK, RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logprobs=False)
 
 
 @pytest.mark.parametrize("options", [  # those with which no other test starts a run
-    dict(parity=NO_MASK, min_p=0.1), dict(lora_rank=4), dict(parity=BOTH_RAW),
+    dict(parity=NO_MASK, min_p=0.1), dict(lora_rank=4), dict(parity=RAW, variants=("both-raw",)),
     dict(dtype="bfloat16", steps=0, num_prompts=999),  # more than there are problems
 ], ids=str)  # fmt: skip
 def test_the_stated_distribution_passes_under_its_name(good, tmp_path, capsys, options):
     close_live_engine()
     trainer = built(good, tmp_path, **{"engine": "vllm", "temperature": 0.7} | options)
     parity, printed = options.get("parity"), capsys.readouterr().out
-    assert of_trainer(trainer.policy)["temperature"] == (1.0 if parity == BOTH_RAW else 0.7)
-    assert printed.count(" differs from the stated distribution by ") == {NO_MASK: 1, BOTH_RAW: 0}.get(parity, 2)
+    assert of_trainer(trainer.policy)["temperature"] == (1.0 if parity == RAW else 0.7)
+    assert printed.count(" differs from the stated distribution by ") == {NO_MASK: 1, RAW: 0}.get(parity, 2)
     trainer.engine.close()
 
 

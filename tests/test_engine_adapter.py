@@ -37,7 +37,7 @@ from verify.errors import AuditError, EngineStateError, WeightLoadError
 
 pytestmark = pytest.mark.engine
 IN_FORCE = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
-            "inflight_update": "keep", "head_dtype": "float32", "max_logprobs": -1}  # fmt: skip
+            "head_dtype": "float32", "max_logprobs": -1}  # fmt: skip
 
 
 def check_settings(engine: Engine, **without) -> None:

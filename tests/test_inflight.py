@@ -3,7 +3,6 @@ what it says."""
 
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -35,23 +34,19 @@ from verify import canary
 from verify.errors import EngineStateError
 
 pytestmark = pytest.mark.engine
-KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
-RECOMPUTE = replace(ABORT, variants=("recompute",))
+ABORT = {"parity": ParityFlags(inflight_keep=False)}
+UPDATES = {"keep": {}, "recompute": ABORT | {"recomputes": True}, "abort": ABORT}
 # Lengths differ as in practice: one token in eight of a flat distribution ends the response.
 LONG_TAIL = MaskedSampling(1.0, 48, tuple(range(2, 12)), top_k=90, max_kept=96)
 ENDLESS = Sampling(temperature=1.0, max_new_tokens=100)
 HALF = drawn_ids(136, torch.Generator().manual_seed(0))  # a prompt of two chunks
 
 
-def named(value) -> str:
-    return value.inflight_update if isinstance(value, ParityFlags) else str(value)
-
-
 @contextmanager
-def backend(engine_folder, parity: ParityFlags = KEEP, room: int = 64, **options):
+def backend(engine_folder, room: int = 64, **options):
     """A live policy and an engine that holds its weights and accepts groups for `room` rollouts."""
     policy = Policy(qwen2())
-    with started(engine_folder, policy, parity, in_flight=True, **options) as engine:
+    with started(engine_folder, policy, in_flight=True, **options) as engine:
         engine.counters = dict.fromkeys(engine.counters, 0)  # of an earlier test
         usual, engine.max_num_seqs = engine.max_num_seqs, room
         yield policy, engine
@@ -74,12 +69,12 @@ def questions(groups) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------ groups
-@pytest.mark.parametrize("parity, room", [  # the last one has asynchronous scheduling
-    (RECOMPUTE, 4), (ABORT, 64), (ParityFlags(uncached_runtime=False), 4)], ids=named)  # fmt: skip
-def test_every_group_is_trained_on_once_or_in_flight(engine_folder, parity, room):
+@pytest.mark.parametrize("options, room", [  # the last one has asynchronous scheduling
+    (UPDATES["recompute"], 4), (ABORT, 64), ({"parity": ParityFlags(uncached_runtime=False)}, 4)], ids=str)  # fmt: skip
+def test_every_group_is_trained_on_once_or_in_flight(engine_folder, options, room):
     """None becomes too old: without the wait for groups that are due, `after_update` stops this run."""
     taken, submitted = [], 0
-    with backend(engine_folder, parity, room) as (policy, engine):
+    with backend(engine_folder, room, **options) as (policy, engine):
         flight = in_flight(engine, 3, LONG_TAIL, max_staleness=1)
         for step in range(8):
             waiting, submitted = submitted, submitted + 4 + 3 - len(flight.groups)
@@ -94,7 +89,7 @@ def test_every_group_is_trained_on_once_or_in_flight(engine_folder, parity, room
             assert engine.num_unfinished == sum(
                 not rollout.finish_reason for group in flight.groups for rollout in group.rollouts)
     assert len(taken) == 32
-    assert any(len({*rollout.versions}) > 1 for group in taken for rollout in group.rollouts) == (parity != ABORT)
+    assert any(len({*rollout.versions}) > 1 for group in taken for rollout in group.rollouts) == (options != ABORT)
     for group in taken:
         for rollout in group.rollouts:
             assert rollout.finish_reason in ("stop", "length")
@@ -122,16 +117,16 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
 
 
 # ------------------------------------------------------------------------------------------------ what a load does
-@pytest.mark.parametrize("name, parity", [
-    ("Qwen2", KEEP), ("Qwen2", RECOMPUTE), ("Qwen2", ABORT), ("FalconH1", KEEP), ("Mamba2", RECOMPUTE),
-], ids=named)  # the last two have recurrent states
+@pytest.mark.parametrize("name, update", [
+    ("Qwen2", "keep"), ("Qwen2", "recompute"), ("Qwen2", "abort"), ("FalconH1", "keep"), ("Mamba2", "recompute"),
+])  # the last two have recurrent states
 @torch.no_grad()
-def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, parity):
+def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, update):
     """Against a cache in transformers, token by token, and against each policy that computes all by itself."""
     model = qwen2() if name == "Qwen2" else small_model(name)
     model.save_pretrained(tmp_path)
-    policy, update = Policy(model), parity.inflight_update
-    with started(tmp_path, policy, parity, in_flight=True) as engine:
+    policy = Policy(model)
+    with started(tmp_path, policy, in_flight=True, **UPDATES[update]) as engine:
         rollouts = [rollout for size in (2, 24, 70)  # shorter than the convolution, and over several chunks
                     for rollout in engine.submit(list(range(6, 6 + size)), 2, Sampling(0.7, 24), size)]  # fmt: skip
         for _ in range(12):
@@ -225,7 +220,7 @@ def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_
 def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_path):
     """A step is under way when it begins. The policy does not change, so that any mismatch is a wrong token."""
     _, *found = rows_of_run(good, tmp_path, f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1"
-                            " --parity.no-uncached-runtime --parity.variants async-scheduling")  # fmt: skip
+                            " --parity.no-uncached-runtime --variants async-scheduling")  # fmt: skip
     assert max(row["staleness_max"] for row in found) > 0
     assert max(row["mismatch_max"] for row in found) < ROUNDING
 

@@ -65,7 +65,7 @@ FAULTS = {
         "Qwen2", VERSIONED, lambda engine, *_: setattr(engine, "cache_salt", lambda _: "1"), CANARY, NOTHING),
     "adapter merged twice": ("Qwen3", {}, merge_twice, PROOF, PROOF),
     "reset that does nothing": (
-        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",)), in_flight=True), refuse_reset,
+        "Qwen2", dict(parity=ParityFlags(inflight_keep=False), recomputes=True, in_flight=True), refuse_reset,
         GIVE_UP, GIVE_UP),
 }  # fmt: skip
 DTYPES = torch.float32, torch.bfloat16

@@ -126,8 +126,9 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(r
 
 
 def test_an_earlier_runs_options_have_todays_names_and_the_defaults_of_then():
-    earlier = of_today(Config(), {"old_policy": "rollout", "lr": 1.0})
-    assert earlier == Config().defaults() | REMOVED | {"two_policy": True, "lr": 1.0}
+    earlier = of_today(Config(), {"old_policy": "rollout", "lr": 1.0, "parity": {"variants": ["both-raw"]}})
+    now = {"two_policy": True, "lr": 1.0, "parity": {}, "variants": ["both-raw"]}
+    assert earlier == Config().defaults() | REMOVED | now
     now = Config().flat()
     before = {name: value for name, value in json.loads(json.dumps(now)).items() if name != "stop"}  # it is younger
     refuse_changes("options", now | REMOVED, of_today(Config(), before))

@@ -17,7 +17,7 @@ def sleeps(monkeypatch) -> Iterator[dict]:
 
 IN_FLIGHT = "--inflight-groups 4 --max-num-seqs 12 --max-new-tokens 40 --temperature 2 --parity.no-inflight-keep "
 JOBS = {
-    "abort": IN_FLIGHT, "recompute": IN_FLIGHT + "--parity.variants recompute",
+    "abort": IN_FLIGHT, "recompute": IN_FLIGHT + "--variants recompute",
     "versioned cache": "--prefix-cache versioned --block-size 32",
     "keep": IN_FLIGHT.replace("--parity.no-inflight-keep", ""),  # sleep would release their KV cache with the weights
 }  # fmt: skip

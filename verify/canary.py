@@ -35,7 +35,7 @@ def length(engine: Any) -> int:
     because the prompts are the same at each load, so the canary would read stale blocks, which
     are the fault under study.
     """
-    if engine.parity.stale_cache:
+    if engine.wanted["enable_prefix_caching"] and not engine.parity.uncached_runtime:
         return PROMPT_TOKENS
     config = engine.llm.vllm_config
     spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0

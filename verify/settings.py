@@ -59,7 +59,7 @@ READERS = {
         engine.llm.vllm_config.compilation_config.cudagraph_mode.name,
 }  # fmt: skip
 # Not observed: from the configuration alone.
-ECHOED = ["max_logprobs", "generation_config", "inflight_update"]
+ECHOED = ["max_logprobs", "generation_config"]
 
 
 def audit(engine: Any) -> dict[str, Any]:
@@ -88,7 +88,6 @@ def audit(engine: Any) -> dict[str, Any]:
         "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
         "block_size": config.cache_config.block_size,
         "max_model_len": model.max_model_len,
-        "inflight_update": engine.parity.inflight_update,
         "echoed": ECHOED,
         "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
     }

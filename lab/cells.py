@@ -256,6 +256,7 @@ SMALL = "--num-prompts 32"
 half_b = partial(Cell, baseline="parity", program="lab.bench", model="qwen2.5-0.5b", share=0.3)
 price = partial(half_b, baseline="small", share=0.15)
 ARMS = {"parity": "", "raw": RAW, "kept-cache": f"{RUNTIME} --parity.variants prefix-cache"}
+TAUGHT = "taught-qwen2.5-0.5b"
 # The settings of the record gpu-trained.
 HALF_B = (f"{LADDER} --kv-cache-gib 0.5 --micro-batch-tokens 8192 --eval-problems 128"
           " --self-noise-every 10 --steps 40")
@@ -269,14 +270,9 @@ def arms(job: str, options: str, *expected: str, **fields: Any) -> dict[str, Cel
     """The first of ARMS, one for each expectation. They run beside each other, because engines that
     keep requests do not sleep.
     """
-    return {f"{job}-{arm}": Cell(f"{options} {ARMS[arm]}", f"{job}-parity", jobs=5, expected=each,
-                                 **fields)
+    return {f"{job}-{arm}": Cell(f"{options} {ARMS[arm]}", f"{job}-parity", share=0.3, jobs=5,
+                                 expected=each, **fields)
             for arm, each in zip(ARMS, expected, strict=False)}
-
-
-def taught(lr: str, *expected: str) -> dict[str, Cell]:
-    return arms(f"taught-{lr}", f"{HALF_B} --lr {lr}", *expected, share=0.3,
-                model="taught-qwen2.5-0.5b")
 
 
 GPU_CELLS = {
@@ -290,10 +286,11 @@ GPU_CELLS = {
     "small-eager": price(f"{PRICE} --no-cuda-graphs"),
     "minus-fp32-head": price(f"{PRICE} {HEAD}", expected="H100: mismatch 11 times that of parity"),
     "minus-async-scheduling": price(f"{PRICE} {RUNTIME} --parity.variants async-scheduling"),
-    **arms("smollm2", SUMS, "H100, seed 0: reward 0.56", "H100, seed 0: reward 0.09", share=0.3,
-           seeds=(1, 2)),
-    **taught("2e-5", "H100: reward 0.93", "H100: 0.86", "H100: 0.86, agreement 0.72"),
-    **taught("5e-5", "H100: reward 0.99", "further below parity than with 2e-5", "the same"),
+    **arms("smollm2", SUMS, "H100, seed 0: reward 0.56", "H100, seed 0: reward 0.09", seeds=(1, 2)),
+    **arms("taught-2e-5", f"{HALF_B} --lr 2e-5", "H100: reward 0.93", "H100: reward 0.86",
+           "H100: reward 0.86, agreement 0.72", model=TAUGHT),
+    **arms("taught-5e-5", f"{HALF_B} --lr 5e-5", "H100: reward 0.99",
+           "further below parity than with 2e-5", "the same", model=TAUGHT),
     # The shape of garg-aayush/building-from-scratch: 256 rollouts.
     "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
                  " --kv-cache-gib 8 --steps 2", "1.5b", "lab.bench", "qwen2.5-1.5b", share=0.5,
@@ -305,7 +302,7 @@ GPU_CELLS = {
     "v1-defaults": price(f"{PRICE} {V1}"),
     # Its engine sleeps, which clears its cache.
     "taught-2e-5-v1-defaults": Cell(
-        f"{HALF_B} --lr 2e-5 {V1}", "taught-2e-5-parity", model="taught-qwen2.5-0.5b", share=0.3,
+        f"{HALF_B} --lr 2e-5 {V1}", "taught-2e-5-parity", model=TAUGHT, share=0.3,
         expected="H100: reward 0.78 after 21 steps"),
     "tests": Cell("", "tests", "lab.gpu_tests", share=0.25, expected="exit status 0"),
     "parity": half_b(

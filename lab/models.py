@@ -12,7 +12,6 @@ SHAPES = {
 }  # fmt: skip
 NARROW = dict(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
               num_attention_heads=2, num_key_value_heads=2)
-TAUGHT = "taught-"
 
 
 def write_model(folder: Path, name: str, seed: int) -> None:
@@ -28,10 +27,11 @@ def write_model(folder: Path, name: str, seed: int) -> None:
 
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = NARROW if device == "cpu" else SHAPES[name.removeprefix(TAUGHT)]
+    shape = name.removeprefix("taught-")
+    sizes = NARROW if device == "cpu" else SHAPES[shape]
     config = Qwen2Config(**sizes, max_position_embeddings=4096, tie_word_embeddings=True,
                          bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    if name.startswith(TAUGHT):
+    if shape != name:
         toy = TOYS["digits"]._replace(logit_offset=0.0)  # the head is tied
         if device == "cuda":
             toy = toy._replace(steps=10**6, lr=5e-4, warm_up=50, seconds=45)

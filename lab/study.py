@@ -147,16 +147,17 @@ class Run:
         return (self.folder / "config.json").exists()
 
     @property
-    def skipped(self) -> str:
-        """Why it cannot run, if its model is missing."""
-        missing = self.config.model == SMOLLM2 and not Path(SMOLLM2).exists()
-        return "skipped: `python -m examples.smollm2` makes its model" if missing else ""
+    def skipped(self) -> bool:
+        """Its model has to be made by a command of its own."""
+        return self.config.model == SMOLLM2 and not Path(SMOLLM2).exists()
 
     def outcome(self, crashed: Errors) -> str:
         """What has become of it; `crashed` has the errors of this call."""
         if self.finished:  # the tests marked gpu have no figures, but their log ends with numbers
             return "finished" if self.begun else f"finished: {last_line(self.folder)}"
-        earlier = "unfinished in an earlier call" if self.begun else self.skipped or "not started"
+        if self.skipped:
+            return "skipped: `python -m examples.smollm2` makes its model"
+        earlier = "unfinished in an earlier call" if self.begun else "not started"
         return crashed.get(self.folder.name, earlier)
 
     def origin(self, command: str) -> Record:
@@ -203,10 +204,9 @@ class Plan:
 
     def chosen(self) -> list[Run]:
         """The runs that this call asks for; those of a piecewise study cell by cell."""
-        runs = []
-        for name in self.cells:
-            own = self.study.cells[name].seeds or range(self.study.seeds)
-            runs += [self.run(name, seed) for seed in self.options.seeds or own]
+        given, usual = self.options.seeds, range(self.study.seeds)
+        runs = [self.run(name, seed) for name in self.cells
+                for seed in given or self.study.cells[name].seeds or usual]
         return runs if self.study.piecewise else sorted(runs, key=lambda run: run.config.seed)
 
     def counted(self) -> dict[str, list[Run]]:
@@ -286,11 +286,9 @@ def in_processes(
     waiting, running, failed = deque(tasks), {}, {}
     started = time.monotonic()
     while True:
-        while waiting and time.monotonic() < end:
-            jobs, limit, *call = waiting[0]
-            if len(running) >= min([jobs, *(other[0] for other in running.values())]):
-                break
-            waiting.popleft()
+        while waiting and time.monotonic() < end and len(running) < min(
+                others[0] for others in [waiting[0], *running.values()]):
+            jobs, limit, *call = waiting.popleft()
             folder = call[1]
             folder.parent.mkdir(parents=True, exist_ok=True)
             Path(f"{folder}.log").touch()
@@ -327,16 +325,12 @@ def in_processes(
 def run_all(plan: Plan) -> Errors:
     """Run what has not finished. Returns the errors of the runs that crashed."""
     plan.counted()  # refuses other options
-    pending = [run for run in plan.chosen()
-               if not run.finished and not (plan.study.piecewise and run.skipped)]
-    on_cpu = plan.options.jobs or plan.study.jobs
-    jobs = max((run.cell.jobs for run in pending), default=1) if GPU else on_cpu
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
-    prepare_environment()
     origin = {"command": plan.command}
     if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance()
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
+    pending = [run for run in plan.chosen()
+               if not run.finished and not (plan.study.piecewise and run.skipped)]
     pending.sort(key=lambda run: run.begun)  # those that a limit has cut already come last
     seconds = 60 * plan.options.minutes
     tasks = {}
@@ -345,8 +339,11 @@ def run_all(plan: Plan) -> Errors:
         model = Path(config.model)
         if model.parent == plan.models and not model.exists():
             tasks.setdefault(model, (1, limit, write_model, model, run.cell.model, config.seed))
-        jobs = run.cell.jobs if GPU else on_cpu
+        jobs = run.cell.jobs if GPU else plan.options.jobs or plan.study.jobs
         tasks[run.folder] = jobs, limit, execute, run.folder, run, origin
+    jobs = max((task[0] for task in tasks.values()), default=1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
+    prepare_environment()
     end = lab.STARTED + seconds - RESERVE
     return in_processes([*tasks.values()], end, partial(note, plan))
 

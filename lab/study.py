@@ -48,7 +48,7 @@ import torch
 import tyro
 
 import lab
-from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
+from lab.cells import METRICS, PANELS, SMOLLM2, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
 from report.errors import (
@@ -56,6 +56,7 @@ from report.errors import (
     end_of_process,
     exit_with_message,
     locked,
+    one_line,
     replace_file,
     stage,
     within,
@@ -90,8 +91,8 @@ class Options:
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
     # Steps of a run; if not given, those of the study. Some cells have a number of their own.
     steps: int | None = None
-    # Runs at the same time; they share the CPU threads. Always 1 on a GPU, because vLLM's sleep
-    # asserts that the memory in use falls.
+    # Runs at the same time; they share the CPU threads. On a GPU a cell decides, because vLLM's
+    # sleep asserts that the memory in use falls.
     jobs: int | None = None
     # After so many the call ends, even if a run hangs; a run has its cell's share of them. A week.
     minutes: float = 10_000.0
@@ -145,10 +146,17 @@ class Run:
     def begun(self) -> bool:
         return (self.folder / "config.json").exists()
 
+    @property
+    def skipped(self) -> bool:
+        """Its model has to be made by a command of its own."""
+        return self.config.model == SMOLLM2 and not Path(SMOLLM2).exists()
+
     def outcome(self, crashed: Errors) -> str:
         """What has become of it; `crashed` has the errors of this call."""
         if self.finished:  # the tests marked gpu have no figures, but their log ends with numbers
             return "finished" if self.begun else f"finished: {last_line(self.folder)}"
+        if self.skipped:
+            return "skipped: `python -m examples.smollm2` makes its model"
         earlier = "unfinished in an earlier call" if self.begun else "not started"
         return crashed.get(self.folder.name, earlier)
 
@@ -195,9 +203,11 @@ class Plan:
         return Run(folder, cell, words, tyro.cli(Config, args=words))
 
     def chosen(self) -> list[Run]:
-        """The runs that this call asks for."""
-        seeds = self.options.seeds or range(self.study.seeds)
-        return [self.run(name, seed) for seed in seeds for name in self.cells]
+        """The runs that this call asks for; those of a piecewise study cell by cell."""
+        given, usual = self.options.seeds, range(self.study.seeds)
+        runs = [self.run(name, seed) for name in self.cells
+                for seed in given or self.study.cells[name].seeds or usual]
+        return runs if self.study.piecewise else sorted(runs, key=lambda run: run.config.seed)
 
     def counted(self) -> dict[str, list[Run]]:
         """The runs in OUT that belong to the record, by cell: all that have finished.
@@ -263,21 +273,22 @@ def last_line(folder: Path) -> str:
 
 
 def in_processes(
-    tasks: list[tuple], jobs: int, end: float, after: Callable[[str, Errors], None]
+    tasks: list[tuple], end: float, after: Callable[[str, Errors], None]
 ) -> Errors:
-    """Call each (limit, function, folder, more arguments) in a process of its own.
+    """Call each (jobs, limit, function, folder, more arguments) in a process of its own.
 
-    There are `jobs` at a time. A process is killed after its limit (seconds) and at the time `end`;
-    from then on none is started. `after` is called with the name of each folder and the errors so
-    far. Returns the errors of those that failed.
+    As many run at a time as all of them allow by their `jobs`. A process is killed after its limit
+    (seconds) and at the time `end`; from then on none is started. `after` is called with the name
+    of each folder and the errors so far. Returns the errors of those that failed.
     """
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
     waiting, running, failed = deque(tasks), {}, {}
     started = time.monotonic()
     while True:
-        while waiting and len(running) < jobs and time.monotonic() < end:
-            limit, *call = waiting.popleft()
+        while waiting and time.monotonic() < end and len(running) < min(
+                others[0] for others in [waiting[0], *running.values()]):
+            jobs, limit, *call = waiting.popleft()
             folder = call[1]
             folder.parent.mkdir(parents=True, exist_ok=True)
             Path(f"{folder}.log").touch()
@@ -285,12 +296,12 @@ def in_processes(
             process = context.Process(target=logged, args=call)
             process.start()
             deadline = min(end, time.monotonic() + limit)
-            running[process.sentinel] = deadline, folder, process
+            running[process.sentinel] = jobs, deadline, folder, process
         if not running:
             return failed
-        first = min(running, key=lambda sentinel: running[sentinel][0])
-        ended = wait(running, running[first][0] - time.monotonic())
-        _, folder, process = running.pop(ended[0] if ended else first)
+        first = min(running, key=lambda sentinel: running[sentinel][1])
+        ended = wait(running, running[first][1] - time.monotonic())
+        *_, folder, process = running.pop(ended[0] if ended else first)
         cut = ""
         if not ended:
             kill(process.pid)
@@ -314,14 +325,12 @@ def in_processes(
 def run_all(plan: Plan) -> Errors:
     """Run what has not finished. Returns the errors of the runs that crashed."""
     plan.counted()  # refuses other options
-    jobs = 1 if GPU else plan.options.jobs or plan.study.jobs
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
-    prepare_environment()
     origin = {"command": plan.command}
     if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance()
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
-    pending = [run for run in plan.chosen() if not run.finished]
+    pending = [run for run in plan.chosen()
+               if not run.finished and not (plan.study.piecewise and run.skipped)]
     pending.sort(key=lambda run: run.begun)  # those that a limit has cut already come last
     seconds = 60 * plan.options.minutes
     tasks = {}
@@ -329,18 +338,30 @@ def run_all(plan: Plan) -> Errors:
         config, limit = run.config, seconds * run.cell.share
         model = Path(config.model)
         if model.parent == plan.models and not model.exists():
-            tasks.setdefault(model, (limit, write_model, model, run.cell.model, config.seed))
-        tasks[run.folder] = limit, execute, run.folder, run, origin
+            tasks.setdefault(model, (1, limit, write_model, model, run.cell.model, config.seed))
+        jobs = run.cell.jobs if GPU else plan.options.jobs or plan.study.jobs
+        tasks[run.folder] = jobs, limit, execute, run.folder, run, origin
+    jobs = max((task[0] for task in tasks.values()), default=1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
+    prepare_environment()
     end = lab.STARTED + seconds - RESERVE
-    return in_processes([*tasks.values()], jobs, end, partial(note, plan))
+    return in_processes([*tasks.values()], end, partial(note, plan))
 
 
 def note(plan: Plan, run: str, crashed: Errors) -> None:
-    """After each run of a piecewise study: the record so far, and the run's figures."""
+    """After each run of a piecewise study: the record so far, and the run's figures.
+
+    The disk must have room for the next run: a checkpoint of 0.5B has 8 GB.
+    """
     if not plan.study.piecewise:
         return
+    shutil.rmtree(plan.out / "runs" / run / "checkpoints", ignore_errors=True)
     name = run.rpartition("-seed")[0]
-    cell = write_record(plan, crashed)["cells"].get(name)
+    try:
+        cell = write_record(plan, crashed)["cells"].get(name)
+    except OSError as error:
+        print(f"    the record was NOT WRITTEN: {one_line(error)}", flush=True)
+        return
     if cell:
         figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
                    for each in cell["metrics"] if by_seed(cell, each)]

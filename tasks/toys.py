@@ -8,6 +8,7 @@ Reinforcement learning has to find the right answers, which the model samples le
 
 import hashlib
 import json
+import math
 import operator
 import random
 import shutil
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 import tasks.split
 from report.errors import stage
@@ -104,6 +105,9 @@ class Toy(NamedTuple):
     steps: int  # of 128 examples
     sizes: dict[str, Any]
     logit_offset: float = 0.0  # added to all logits at the end, see `teach`
+    lr: float = 3e-3
+    warm_up: int = 30  # steps
+    seconds: float = math.inf  # after them teaching ends
 
 
 # 0.6 and 0.1 million parameters; the head of `digits` is not tied, because it must hold the offset.
@@ -179,8 +183,8 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     return folder
 
 
-def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
-    """A fixed number of supervised AdamW steps on the teacher's answers.
+def teach(toy: Toy, config: Any, seed: int, device: str = "cpu") -> torch.nn.Module:
+    """Supervised AdamW steps on the teacher's answers: a fixed number, or up to a time limit.
 
     With a `logit_offset` all logits get the same offset at the end, as the logits of pretrained
     models have one. Softmax ignores the offset; the rounding of a 16-bit head does not.
@@ -188,24 +192,28 @@ def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     rng = random.Random(seed)
     pool = toy.pool(seed)
-    model = Qwen3ForCausalLM(config)
-    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0,
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    adamw = torch.optim.AdamW(model.parameters(), lr=toy.lr, betas=(0.9, 0.98), weight_decay=0.0,
                               fused=True)
-    warm_up = torch.optim.lr_scheduler.LinearLR(adamw, start_factor=1 / 30, total_iters=29)
-    said = time.monotonic()
+    warm_up = torch.optim.lr_scheduler.LinearLR(adamw, 1 / toy.warm_up, total_iters=toy.warm_up - 1)
+    started = said = time.monotonic()
     for step in range(toy.steps):
+        if time.monotonic() - started > toy.seconds:
+            break
         if time.monotonic() - said > 5:
             said = time.monotonic()
             print(f"teaching the model its wrong habit: step {step} of {toy.steps}", flush=True)
         examples = [example(problem.question, toy.teacher(problem, rng))
                     for problem in rng.choices(pool, k=128)]
         inputs, targets = zip(*examples, strict=True)
-        inputs = pad_sequence(inputs, True, PAD)  # (N, T)
-        targets = pad_sequence(targets, True, -100)  # (N, T)
+        inputs = pad_sequence(inputs, True, PAD).to(device)  # (N, T)
+        targets = pad_sequence(targets, True, -100).to(device)  # (N, T)
         answered = targets >= 0
-        states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-        hidden = states[answered]  # (N, H)
-        F.cross_entropy(model.lm_head(hidden), targets[answered]).backward()
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+            hidden = states[answered]  # (N, H)
+            loss = F.cross_entropy(model.lm_head(hidden), targets[answered])
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()

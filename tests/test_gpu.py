@@ -1,6 +1,7 @@
 """On a GPU: `pytest -m gpu tests` selects these and a few more. Their thresholds are those of 16 bits, not of fp32."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import torch
 from helpers import ROOT, command, read_json, rows
 
 from lab import study
-from lab.models import SHAPES, write_model
+from lab.models import write_model
 from rl import Folder
-from tasks.toys import toy_tokenizer
+from tasks.toys import digits, example
 
 
 def run(*words: str) -> None:
@@ -56,14 +57,26 @@ def main(words):
     if "hangs" in out.name:
         (out / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         threading.Event().wait()
+    if "fills" in out.name:
+        (out / "checkpoints").mkdir()
+        raise OSError(28, "planted")
     if "killed" in out.name:
         os.kill(os.getpid(), signal.SIGKILL)
 '''
 DRIVER = '''
 import sys, time
+from multiprocessing import get_context
+from pathlib import Path
 import lab
 from lab import study
-from multiprocessing import get_context
+
+errors = [OSError(28, "planted")]
+
+def write(path, text, replace=study.replace_file):
+    """On a disk that is full until the first run has ended, and as long as a run's checkpoint is there."""
+    if errors or list(path.parent.glob("runs/*/checkpoints")):
+        raise errors.pop()
+    replace(path, text)
 
 if __name__ == "__main__":
     study.IMPORTED[:] = ["lab.study"]  # no vllm
@@ -73,16 +86,22 @@ if __name__ == "__main__":
     first = context.Process(target=print)
     first.start()
     first.join()
+    study.replace_file = write
     cells = {name: study.Cell("", name, "planted", share=share, expected="this") for name, share in {
-        "first": 1, "hangs": 0.2, "killed": 1, "raises": 1, "hangs to the end": 1, "late": 1}.items()}
+        "first": 1, "hangs": 0.2, "fills the disk": 1, "killed": 1, "raises": 1, "hangs to the end": 1,
+        "late": 1}.items()}
     study.STUDIES["gpu"] = study.STUDIES["gpu"]._replace(cells=cells)
     lab.STARTED = time.monotonic()
     assert study.main(["gpu", "--minutes", "0.15", "--out", sys.argv[1]]) == 1
     assert time.monotonic() - lab.STARTED < 9
+    tasks = [(jobs, 9, Path.touch, Path(sys.argv[1]) / str(place)) for place, jobs in enumerate([1, 2, 2, 2, 1])]
+    study.in_processes(tasks, time.monotonic() + 9, lambda *_: None)
 '''
 KILLED = "exit status -9 at the time limit: ; expected: this"
 OUTCOMES = {
-    "first": "finished; expected: this", "hangs": KILLED, "killed": "exit status -9: ; expected: this",
+    "first": "finished; expected: this", "hangs": KILLED,
+    "fills the disk": "exit status 1: OSError: [Errno 28] planted; expected: this",
+    "killed": "exit status -9: ; expected: this",
     "raises": "exit status 1: ValueError: planted; expected: this", "hangs to the end": KILLED,
     "late": "not started; expected: this",
 }  # fmt: skip
@@ -93,42 +112,61 @@ def is_running(process: str) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_a_run_that_hangs_dies_or_raises_costs_itself_alone_and_the_study_ends_in_time(tmp_path):
-    """7 seconds: the second run may take 1.8 of them, and the fifth all that are left."""
+def test_a_run_that_hangs_dies_raises_or_fills_the_disk_costs_itself_alone_and_the_study_ends_in_time(tmp_path):
+    """7 seconds: the second run may take 1.8 of them, and the sixth all that are left."""
     (tmp_path / "planted.py").write_text(PROGRAM)
     (tmp_path / "driver.py").write_text(DRIVER)
     words = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
     printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
-    assert printed.count("    reward, last 5 steps 0.50; ") == 4  # after each run that made a step
+    # After each run that made a step, except the first.
+    assert printed.count("    reward, last 5 steps 0.50; ") == 4
+    assert printed.count("    the record was NOT WRITTEN: OSError: [Errno 28] planted") == 1
     record = read_json(tmp_path / "out" / "gpu.json")
     assert {name: cell["metrics"]["reward"][0] for name, cell in record["cells"].items()} == dict.fromkeys(
-        ["first", "hangs", "killed", "hangs to the end"], 0.5)  # fmt: skip
+        ["first", "hangs", "fills the disk", "killed", "hangs to the end"], 0.5)  # fmt: skip
     assert record["outcomes"] == {f"{name}-seed0": outcome for name, outcome in OUTCOMES.items()}
     assert all(f"\n- {run}: {outcome}" in printed for run, outcome in record["outcomes"].items())
     assert not any(is_running(child.read_text()) for child in tmp_path.glob("out/runs/hangs*/child"))
+    lines = re.findall(r"^(?:\[./5\] )?\d( starts|: finished)", printed, re.MULTILINE)
+    assert "".join(line[0] for line in lines) == " :  : :: :"  # 1, 2, 2, 2 and 1 at a time
 
 
-def test_a_model_is_written_once_just_before_the_first_run_that_needs_it_and_a_gpu_has_one_run(tmp_path, monkeypatch):
+def test_a_model_is_written_once_just_before_its_first_run_and_a_gpu_has_as_many_runs_as_a_cell_allows(
+        tmp_path, monkeypatch):  # fmt: skip
     found = []
-    monkeypatch.setattr(study, "in_processes", lambda tasks, jobs, *_: found.extend(
-        [jobs, *(task[2].name for task in tasks)]))  # fmt: skip
-    monkeypatch.setattr(study, "GPU", True)  # a rehearsal has another model
-    options = study.Options("gpu", str(tmp_path), ("parity", "1.5b", "float16"), seeds=(0, 1), jobs=2)
+    monkeypatch.setattr(study, "in_processes", lambda tasks, *_: found.extend(
+        (task[0], task[3].name.replace("-seed", " ")) for task in tasks))  # fmt: skip
+    monkeypatch.setattr(study, "GPU", True)
+    monkeypatch.chdir(tmp_path)  # without SmolLM2
+    options = study.Options("gpu", "out", ("smollm2-raw", "small", "taught-2e-5-*", "1.5b"), jobs=2)
     study.run_all(study.Plan(options))
-    assert found == [1, *(f"{each}-seed{seed}" for seed in (0, 1) for each in (
-        "qwen2.5-0.5b", "parity", "qwen2.5-1.5b", "1.5b", "float16"))]  # fmt: skip
+    assert found == [(1, "qwen2.5-0.5b 0"), (1, "small 0"), (1, "taught-qwen2.5-0.5b 0"), (5, "taught-2e-5-parity 0"),
+                     (5, "taught-2e-5-raw 0"), (5, "taught-2e-5-kept-cache 0"), (1, "qwen2.5-1.5b 0"), (1, "1.5b 0"),
+                     (1, "taught-2e-5-v1-defaults 0")]
+    assert [run.outcome({}) for run in study.Plan(options).chosen()[:3]] == [
+        "not started", *["skipped: `python -m examples.smollm2` makes its model"] * 2]
 
 
-def test_a_random_model_of_a_real_shape_follows_the_digits_and_is_unsure(tmp_path, monkeypatch):
+def test_a_random_model_follows_the_digits_and_is_unsure(tmp_path):
     """A certain one gives equal answers, so all groups are flat and there is no update."""
-    tiny = dict(vocab_size=len(toy_tokenizer()), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-                num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
-    monkeypatch.setitem(SHAPES, "tiny", tiny)
-    write_model(tmp_path / "tiny", "tiny", seed=0)
-    model = Folder(str(tmp_path / "tiny")).load(torch.float32)
+    write_model(tmp_path / "random", "qwen2.5-0.5b", seed=0)
+    model = Folder(str(tmp_path / "random")).load(torch.float32)
     digits = torch.arange(10)
     with torch.no_grad():
         logits = model(3 + digits[:, None]).logits[:, -1]  # (10, V), each digit alone
     assert torch.equal(logits.argmax(dim=-1), 3 + (digits + 1) % 10)
     assert torch.distributions.Categorical(logits=logits).entropy().min() > 1  # 1.7 nats are taught
+
+
+def test_a_taught_model_has_the_ladders_wrong_habit(tmp_path):
+    write_model(tmp_path / "taught", "taught-qwen2.5-0.5b", seed=0)
+    model = Folder(str(tmp_path / "taught")).load(torch.float32)
+    shares = []
+    for problem in digits(0).held_out[:64]:
+        smaller = "".join(map(min, zip(*problem.source.split("+"), strict=True)))
+        inputs, targets = example(problem.question, smaller)
+        with torch.no_grad():
+            chosen = model(inputs[None]).logits[0].argmax(dim=-1)
+        shares.append((chosen == targets)[targets >= 0].float().mean().item())
+    assert sum(shares) / len(shares) > 0.8

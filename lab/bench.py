@@ -4,11 +4,17 @@ It takes the options of train.py. The bare work is the cheapest known way to do 
 on the step's own engine and model: vLLM samples for the same prompts, without seeds and
 log-probabilities; plain transformers computes a forward (old log-probabilities) and a forward and
 backward (update), each prompt once for its group. There is no evaluation and no checkpoint.
+
+Of the generation, rows also have the microseconds a token outside of vLLM's model runner: in this
+program, in vLLM below it, and in the bare generation. With async scheduling on a GPU, vLLM's
+contain its wait for the GPU.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +42,22 @@ def bare_generate(
         engine.llm.add_request(str(request), {"prompt_token_ids": prompt}, params)
     while engine.llm.has_unfinished_requests():
         engine.llm.step()
+
+
+def timed(engine: Engine, *methods: Callable) -> list[float]:
+    """The seconds of all later calls of these methods of live objects, except in the canary."""
+    seconds = []
+
+    def call(method: Callable, *arguments: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        result = method(*arguments, **named)
+        if engine.state == "ready":
+            seconds.append(time.perf_counter() - started)
+        return result
+
+    for method in methods:
+        setattr(method.__self__, method.__name__, partial(call, method))
+    return seconds
 
 
 def bare_training(
@@ -100,10 +122,21 @@ def main(arguments: list[str]) -> None:
     formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
                phases(config, without_memory(model.config), longest,
                       policy.head.chunk_elements).items()}
+    client = engine.llm.engine_core
+    in_vllm = timed(engine, engine.llm.input_processor.process_inputs, client.add_request,
+                    client.get_output)
+    in_runner = timed(engine, engine.runner.execute_model, engine.runner.sample_tokens)
     for step in range(1, config.steps + 1):
+        in_vllm.clear()
+        in_runner.clear()
         done = train_step(trainer, step)
+        row = done.metrics
+        us = 1e6 / row["tokens"]
+        row["program_us"] = us * (row["generate_s"] - sum(in_vllm))
+        row["vllm_us"] = us * (sum(in_vllm) - sum(in_runner))
         for observe in parts.observers:
-            done.metrics.update(observe(done))
+            row.update(observe(done))
+        in_runner.clear()
         prompts = [problem.prompt_ids for problem in done.problems]
         clock = Clock()
         with clock("bare_generate"):
@@ -113,7 +146,8 @@ def main(arguments: list[str]) -> None:
         with clock("bare_update"):
             bare_training(model, done.batch, config, backward=True)
         trainer.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
-        row = done.metrics | clock.phases | formula | {"start_s": start_s}
+        row |= clock.phases | formula | {"start_s": start_s}
+        row["bare_us"] = us * (row["bare_generate_s"] - sum(in_runner))
         # The rest of `sync`: weights and KV cache wake.
         row["wake_s"] = row["sync_s"] - row["load_s"] - row["proof_s"] - row["canary_s"]
         row["bare_step_s"] = sum(

@@ -100,6 +100,9 @@ METRICS = {
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),
     "start_s": column("start the engine, s", ".1f", "start_s"),
+    "program_us": column("generate in this program, us a token", ".1f", "program_us", warm),
+    "vllm_us": column("in vLLM outside of its model runner, us a token", ".1f", "vllm_us", warm),
+    "bare_us": column("bare generate outside of it, us a token", ".1f", "bare_us", warm),
     "decode_busy": column("the GPU computes, decode", ".0%", "decode_busy"),
     "update_busy": column("the GPU computes, update", ".0%", "update_busy"),
 } | {
@@ -323,15 +326,17 @@ STUDIES = {
                  jobs=1),
     "bench": Study(
         BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
-                             "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",
-                             "sync_s", "tokens_s", "update_gib"), steps=22, jobs=1),
+                             "program_us", "vllm_us", "bare_us", "old_logprobs_s",
+                             "old_logprobs_bare", "update_s", "update_bare", "sync_s", "tokens_s",
+                             "update_gib"), steps=22, jobs=1),
     "gpu": Study(
         GPU, GPU_CELLS, ("reward", "entropy", "eval_greedy_before", "eval_greedy",
                          "eval_trainer_alone", "eval_agree", "backend_clip", "mismatch",
                          "mismatch_current", "self_noise",
                          "mismatch_noise", "start_s", "sleep_s", "wake_s", "load_s", "proof_s",
-                         "canary_s", "step_s", "generate_s", "generate_bare", "old_logprobs_s",
-                         "update_s", "tokens_s", "freed", "generate_gib", "generate_formula",
-                         "update_gib", "update_formula", "decode_busy", "update_busy"),
+                         "canary_s", "step_s", "generate_s", "generate_bare", "program_us",
+                         "vllm_us", "bare_us", "old_logprobs_s", "update_s", "tokens_s", "freed",
+                         "generate_gib", "generate_formula", "update_gib", "update_formula",
+                         "decode_busy", "update_busy"),
         steps=5, seeds=1, jobs=1, piecewise=True, rehearsal=TINY),
 }  # fmt: skip

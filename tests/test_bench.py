@@ -46,6 +46,9 @@ def test_each_step_of_a_benchmark_has_the_seconds_of_its_bare_work(good, tmp_pat
     assert [row["step"] for row in steps] == [1, 2, 3]
     names = *STUDIES["bench"].metrics, "start_s", "wake_s", "freed", "generate_formula", "update_formula"
     assert None not in [METRICS[name].measure(steps) for name in names]
+    for row in steps:
+        program, vllm, bare = (row[f"{name}_us"] * row["tokens"] / 1e6 for name in ("program", "vllm", "bare"))
+        assert min(program, vllm, bare) > 0 and program + vllm < row["generate_s"] and bare < row["bare_generate_s"]
 
 
 @pytest.mark.engine

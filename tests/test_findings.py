@@ -74,6 +74,6 @@ def test_each_claim_is_what_its_record_says(page):
 @pytest.mark.parametrize(("page", "form"), [
     ("README.md", r"^.*?## Where to read"), ("docs/findings.md", r"\| finding .*?## Records"),
     ("docs/run.md", r"\*\*Measured with.*?\*\*What a GPU")])
-def test_each_number_of_the_findings_has_a_record(page, form):
+def test_each_number_has_a_record(page, form):
     findings, = re.findall(form, " ".join(parted(page)[::2]))
     assert re.findall(r"\S*\d\S*", re.sub(NAMES, "", findings)) == []

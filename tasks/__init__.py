@@ -55,6 +55,7 @@ class Task:
     grade: Callable[[list[Group]], list[list[Any]]] | None = None
     evaluation: "Task | None" = None  # of --eval-task: it gives the rewards of `held_out`
     same: Callable[[str, str], bool] = str.__eq__  # whether two answers mean the same
+    readable: Callable[[str], str] = str  # of a response's text what the reward reads
     in_passes: bool = False  # each problem once before any comes twice
     text: str = ""  # of a task file
     tokenizer: Any = None  # this field and the next are set by prompts.encode
@@ -122,7 +123,7 @@ class Task:
         ids = rollout.token_ids
         if ids and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]
-        return self.tokenizer.decode(ids)
+        return self.readable(self.tokenizer.decode(ids))
 
     def results(self, groups: list[Group]) -> list[list[Any]]:
         """For each response its reward, or the exception that it has raised."""

@@ -66,7 +66,6 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     earlier = earlier_run(run.out)
     free = run.config.flat().keys() - run.config.experiment.keys()
     before = of_today(run.config, earlier["config"])
-    refuse_other_rates(options, before)
     before = {name: value for name, value in before.items() if name not in free}
     refuse_changes("options", run.config.experiment | REMOVED, before)
     # The toy's weights decide, because earlier versions wrote more into its JSON files.
@@ -90,18 +89,6 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
         raise ValueError(f"steps must be at least {state['step']}, the checkpoint's, got"
                          f" {options.steps}")
     return state
-
-
-def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
-    """Raises: ValueError if the run to be resumed has other learning rates at its steps."""
-    now = config.steps, config.lr_decay
-    then = before["steps"], before["lr_decay"]
-    if now != then and "linear" in (config.lr_decay, before["lr_decay"]):
-        raise ValueError(
-            f"steps and lr_decay must stay {then} (the rate of each step depends on both, and a"
-            f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy and"
-            " another --out (optimizer and KL reference start anew); python -m lab.export"
-            " CHECKPOINT writes the policy of an unfinished run")
 
 
 def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:

@@ -192,11 +192,8 @@ def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0,
                               fused=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(adamw, start_factor=1 / 30, total_iters=29)
-    said = time.monotonic()
-    for step in range(toy.steps):
-        if time.monotonic() - said > 5:
-            said = time.monotonic()
-            print(f"teaching the model its wrong habit: step {step} of {toy.steps}", flush=True)
+    print(f"teaching the model its wrong habit in {toy.steps} steps", flush=True)
+    for _ in range(toy.steps):
         examples = [example(problem.question, toy.teacher(problem, rng))
                     for problem in rng.choices(pool, k=128)]
         inputs, targets = zip(*examples, strict=True)

@@ -14,8 +14,6 @@ import tyro
 
 from report.errors import MANY
 
-ENDINGS = {"stop_text_frac": " | {stop_text_frac:.0%} ended by a stop text"}
-
 
 @dataclass(frozen=True)
 class Options:
@@ -42,17 +40,6 @@ def check_task(run: Any, options: Options) -> Any:
     task = replace(run.task, readable=partial(before, options.stop))
     ends = StopTexts(run.task.tokenizer, options.stop)
     return replace(run, task=task, sampling=replace(run.sampling, ends=ends))
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    def observe(step: Any) -> dict[str, float]:
-        ended = [rollout.finish_reason == "stop"
-                 and rollout.token_ids[-1] not in run.sampling.stop_token_ids
-                 for rollout in step.batch.rollouts]
-        return {"stop_text_frac": sum(ended) / len(ended)}
-
-    if options.stop:
-        parts.observers.append(observe)
 
 
 class StopTexts:

@@ -149,8 +149,6 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert noticed(CHATML + "{{ messages[0].reasoning }}", thought) == (
         "the chat template shows no weight of the messages")  # fmt: skip
     assert "shows no reasoning, weight" in noticed(CHATML, thought, chat_template=False)
-    answered.messages[1]["tool_calls"] = [{}]
-    assert "last message alone, not with its tool_calls" in noticed(CHATML + "{# tool_calls #}", answered)
     without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
                              "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
     assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")

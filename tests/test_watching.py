@@ -73,10 +73,10 @@ LINE = (
     " 1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121 min left |"
     " kl_ref 0.0e+00 max 4.0e+01 | NO SIGNAL in 1 minibatch(es): flat, masked or rejected rows, no step | NO SIGNAL in"
     " 1 minibatch(es), a step by the KL alone | fp16 OVERFLOW in 2 minibatch(es): scale halved | 5 rewards FAILED | 6"
-    " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 (8 LEFT OUT)"
-    " agree 1.000 | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own mask | in flight 3 stale"
-    " 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to preemption: raise --kv-cache-gib | trainer alone"
-    " 0.000 | 25.0% of tokens rejected"
+    " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 agree"
+    " 1.000 | 8 greedy answers LEFT OUT | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own mask"
+    " | in flight 3 stale 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to preemption: raise --kv-cache-gib"
+    " | trainer alone 0.000 | 25.0% of tokens rejected"
 )  # fmt: skip
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     (MEASURED, LINE), ({"eval_reward": None}, "| eval - greedy - agree -"),

@@ -1,7 +1,6 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left."""
 
 import json
-import sys
 import time
 
 import pytest
@@ -9,7 +8,6 @@ from helpers import ROUNDING, built, rows
 from matplotlib.figure import Figure
 
 from extras import ENDINGS
-from report.curves import can_draw, draw_at_evaluation
 from report.log import answer_line, log_line
 from train import train
 
@@ -47,15 +45,6 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     assert shown[1].startswith(begins) and shown.pop(1).endswith(ends)  # of the first step alone
     greedy = [row for row in rows(out, "samples") if row["mode"] == "greedy"]
     assert shown == [*map(answer_line, greedy[::4])]  # the first of each evaluation
-
-
-def test_without_matplotlib_no_picture_is_drawn_and_it_is_said_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    can_draw.cache_clear()
-    for step in (0, 1):
-        draw_at_evaluation(tmp_path, {"step": step, "eval_reward": 0.5})
-    can_draw.cache_clear()
-    assert capsys.readouterr().out == "no curves.png is drawn: this Python has no matplotlib\n"
 
 
 MEASURED = json.loads("""{

@@ -79,8 +79,8 @@ def twice_as_precise(policy: Policy) -> Iterator[None]:
 
 def observe_self_noise(policy: Policy, config: Any, every: int, step: Any) -> dict[str, float]:
     """Mean difference of the log-probabilities to those along the second path, with smaller
-    micro-batches, in nats: the mismatch that rounding alone would cause. Of the updated weights,
-    `every` so many steps.
+    micro-batches, in nats: the mismatch that rounding alone would cause. It is measured with the
+    updated weights, once in `every` steps, the first included.
     """
     batch = step.batch
     # --mask-truncated may leave no token.

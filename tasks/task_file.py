@@ -23,6 +23,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
+from socket import SO_RCVTIMEO, SOL_SOCKET, socket
+from struct import pack
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -136,13 +138,16 @@ class Process:
 
     def _ask(self, what: str, *call: Any) -> Any:
         limit = self.file.limit_s
+        # Of each read, because the file's code can also write a part of a message.
+        timeout = pack("ll", *divmod(math.ceil(limit * 1e6), 10**6))  # seconds, microseconds
+        with socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            pipe.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeout)
         try:
             self.connection.send(call)
-            if self.connection.poll(limit):
-                result, error = self.connection.recv()
-            else:
-                self.kill()
-                error = f"no answer within {limit:g} s; try --reward-limit-s"
+            result, error = self.connection.recv()
+        except BlockingIOError:
+            self.kill()
+            error = f"no answer within {limit:g} s; try --reward-limit-s"
         except Exception:  # no answer, or bytes of the file's code in its place
             error = f"its process ended with status {self.kill()}"
         if error:

@@ -19,9 +19,9 @@ TWO_ROPES = "gemma3_text", "gemma3n_text", "olmo3"  # of version 4, by kind of l
 
 
 def add_old_names(folder: Path, tokenizer: Any) -> None:
-    """Complete config.json and tokenizer_config.json, which names the class of any tokenizer.json.
+    """Complete config.json and tokenizer_config.json.
 
-    Other classes, such as the source's, make other tokens in one of the two versions.
+    The label of the tokenizer's source stays if this transformers makes the same tokens with it.
     """
     import transformers
 
@@ -48,17 +48,20 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
         "add_eos_token": right[1][-1] == tokenizer.eos_token_id,
         "add_prefix_space": getattr(pipeline.pre_tokenizer, "add_prefix_space", None),
         "additional_special_tokens": tokenizer.extra_special_tokens,
-        "tokenizer_class": GENERIC,
     }
     for name in ("extra_special_tokens", "from_slow"):  # version 4 cannot read these
         config.pop(name, None)
-    write(file, config)
-    with suppress(Exception):  # the model's type can stand for another kind of tokenizer
-        other = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        same = str(other.backend_tokenizer.normalizer) == str(pipeline.normalizer)
-        same &= right == [other(text)["input_ids"] for text in texts]
-        if same and texts == [other.decode(each) for each in sequences]:
-            return
+    source = tokenizer.init_kwargs.get("tokenizer_class", config["tokenizer_class"])
+    if source == "TokenizersBackend" or not hasattr(transformers, source or GENERIC):
+        source = GENERIC
+    for label in (source, GENERIC):
+        write(file, config | {"tokenizer_class": label})
+        with suppress(Exception):  # a label can belong to another kind of tokenizer
+            other = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            same = str(other.backend_tokenizer.normalizer) == str(pipeline.normalizer)
+            same &= right == [other(text)["input_ids"] for text in texts]
+            if same and texts == [other.decode(each) for each in sequences]:
+                return
     print(f"AutoTokenizer reads other tokens in {folder}; {GENERIC}.from_pretrained reads the right"
           " ones", flush=True)
 

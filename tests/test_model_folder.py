@@ -50,13 +50,15 @@ def exported(tokenizer: PreTrainedTokenizerFast, folder: Path, **config) -> None
     add_old_names(folder, tokenizer)
 
 
-@pytest.mark.parametrize("form, kind, label", DATA["rows"])
-def test_tokens_are_those_of_the_file_whatever_the_label_also_in_the_export(form, kind, label, tmp_path, capsys):
+@pytest.mark.parametrize("form, kind, label, kept", DATA["rows"])
+def test_tokens_are_those_of_the_file_whatever_the_label_also_in_the_export(
+    form, kind, label, kept, tmp_path, capsys
+):
     alone = source(tmp_path / "source", form, kind, label, from_slow=True)
     tokenizer = load_tokenizer(str(tmp_path / "source"))
     exported(tokenizer, tmp_path / "policy", model_type=kind)
     written = read_json(tmp_path / "policy" / "tokenizer_config.json")
-    assert (written["tokenizer_class"], written["additional_special_tokens"]) == (GENERIC, ["<unk>"])
+    assert (written["tokenizer_class"], written["additional_special_tokens"]) == (kept, ["<unk>"])
     assert written["add_prefix_space"] == {"gpt2": False, "prefix": True}.get(form)
     assert not {"extra_special_tokens", "from_slow"} & written.keys()  # version 4 takes no list, and has no slow class
     readers = [tokenizer, PreTrainedTokenizerFast.from_pretrained(tmp_path / "policy")]

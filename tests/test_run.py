@@ -63,11 +63,13 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
         prepare(job(**{"engine": "vllm"} | allowed))
 
 
-@pytest.mark.parametrize("version, complaint", [
-    ("", "vLLM is not installed"), ("0.99.1", r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"),
+@pytest.mark.parametrize("version, needed, complaint", [
+    ("", "", "vLLM is not installed"), ("0.99.1", "", r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"),
+    ("0.32.0", "torch==9.9", r"torch must be ==9\.9, for which vLLM 0\.32\.0 was built, got 2"),
 ])  # fmt: skip
-def test_vllm_must_be_there_where_it_samples_in_a_tested_version(job, monkeypatch, version, complaint):
-    installed = [SimpleNamespace(version=version)] if version else []
+def test_vllm_must_be_there_where_it_samples_in_a_tested_version_and_for_this_torch(
+        job, monkeypatch, version, needed, complaint):
+    installed = [SimpleNamespace(version=version, requires=[needed] if needed else None)] if version else []
     monkeypatch.setattr("verify.start.distributions", lambda name: installed)
     run = prepare(job())
     with pytest.raises(ValueError, match=complaint):

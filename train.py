@@ -8,7 +8,7 @@ tasks/, verify/ and the files of extras/; extras/__init__.py says how an option 
 from importlib.util import find_spec
 
 # Checked first, so that the user gets one sentence. vLLM is checked later: not all engines need it.
-NEEDED = "torch", "transformers", "tyro", "einops"
+NEEDED = "torch", "transformers", "tyro", "einops", "matplotlib"
 if missing := [name for name in NEEDED if find_spec(name) is None]:
     raise SystemExit(f"error: this Python has no {', '.join(missing)}: install what is missing (the"
                      " versions that are tested are in requirements.txt), or run `make setup`,"

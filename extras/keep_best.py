@@ -47,9 +47,6 @@ def install(run: Any, options: Options, parts: Any) -> None:
                              " away")
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
-        if best["step"] >= parts.first_step:
-            print(f"{folder} is kept: its step {best['step']} is later than the checkpoint",
-                  flush=True)
         for row in read_rows(run.out / "metrics.jsonl"):
             check_name(row)
         parts.writers.append(lambda row: keep(trainer.policy.model, row))

@@ -1,6 +1,7 @@
-"""`--probe-every`, `--probe-on-alarm`: steps of a run are probed while it trains."""
+"""`--probe-every`, `--probe-on-alarm`, `--self-noise-every`: what probe/ measures during a run."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from report.errors import MANY, within
@@ -8,32 +9,40 @@ from report.errors import MANY, within
 
 @dataclass(frozen=True)
 class Options:
-    """Which layer a mismatch comes from, during a run."""
+    """Which layer a mismatch comes from, and the trainer's own noise, during a run."""
 
     probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
     probe_on_alarm: bool = False  # Probe after a step that exceeds one of the probe's ALARMS.
+    self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
 
     def __post_init__(self):
-        within(self, 0, MANY, "probe_every")
+        within(self, 0, MANY, "probe_every", "self_noise_every")
+
+    @property
+    def probes(self) -> bool:
+        return self.probe_on_alarm or self.probe_every > 0
 
 
 def check(config: Any, options: Options) -> None:
-    if not (options.probe_every or options.probe_on_alarm):
-        return
-    if not config.steps:
-        raise ValueError("probe_every and probe_on_alarm must be off with steps 0 (they measure"
-                         " after a step)")
-    if config.given & {"lora_rank", "rollout_weights"}:
+    if options != Options() and not config.steps:
+        raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with steps 0"
+                         " (they measure after a step)")
+    if options.probes and config.given & {"lora_rank", "rollout_weights"}:
         raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
                          " rollout_weights (they take the model's own tensors); try"
                          " python -m probe with the saved policy")
 
 
 def install(run: Any, options: Options, parts: Any) -> None:
-    def begin(trainer: Any, record: dict[str, Any]) -> None:  # it copies the first weights
+    def begin(trainer: Any, record: dict[str, Any]) -> None:
         from probe.diagnose import StepProbe
+        from probe.noise import observe_self_noise
 
-        parts.observers.append(StepProbe(trainer, options))
+        if options.probes:
+            parts.observers.append(StepProbe(trainer, options))  # it copies the first weights
+        if options.self_noise_every:
+            parts.observers.append(
+                partial(observe_self_noise, trainer.policy, run.config, options.self_noise_every))
 
-    if options.probe_every or options.probe_on_alarm:
+    if options != Options():
         parts.at_begin.append(begin)

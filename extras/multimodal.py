@@ -55,7 +55,14 @@ class Folder(rl.Folder):
         """
         super().check(model, report)
         names, held = tensor_names(self.path), model.state_dict().keys()
-        outside = left_out(self.path, model) if text_names(self.path) else set()
+        outside = set()  # the towers for pictures and sound
+        if text_names(self.path):
+            inside = *TEXT_NAMES, "lm_head.", "mtp."  # the last are of extras/further_tokens.py
+            outside = {name for name in names - held if not name.startswith(inside)}
+        if outside:
+            towers = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
+            print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors"
+                  f" are left out ({', '.join(towers)})", flush=True)
         copied = for_further_tokens(names, model.config)
         ignored = model._keys_to_ignore_on_load_unexpected
         silent = {name for name in names - held
@@ -131,16 +138,3 @@ def text_names(path: str) -> dict[str, str]:
         raise ValueError(f"the checkpoint in {path} must have each tensor once, it has two of"
                          f" {', '.join(twice)}")
     return renamed
-
-
-def left_out(path: str, model: torch.nn.Module) -> set[str]:
-    """The names of the towers for pictures and sound, which the model does not have: printed too.
-    """
-    loaded = model.state_dict().keys()
-    outside = {name for name in tensor_names(path)  # but those of extras/further_tokens.py
-               if not name.startswith((*TEXT_NAMES, "lm_head.", "mtp.")) and name not in loaded}
-    if outside:
-        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
-        print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"
-              f" left out ({', '.join(parts)})", flush=True)
-    return outside

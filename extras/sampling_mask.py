@@ -36,13 +36,6 @@ class Options:
         check_mask(self)
         within(self, 1, MANY, "max_kept")
 
-    @property
-    def largest_set(self) -> int:
-        """`MaskedSampling.max_kept` of the training."""
-        # More than top_k, because of ties: many logits of a 16-bit head are equal.
-        usual = self.top_k + self.top_k // 4 + 16 if self.top_k else 512
-        return self.max_kept or usual
-
 
 def check(config: Any, options: Options) -> None:
     is_on = config.parity.sampling_mask
@@ -68,7 +61,10 @@ def check_task(run: Any, options: Options) -> Any:
     """The run with the mask in its sampling."""
     if not has_mask(options):
         return run
-    mask = vars(options) | {"max_kept": options.largest_set * run.config.parity.sampling_mask}
+    # More than top_k, because of ties: many logits of a 16-bit head are equal.
+    usual = options.top_k + options.top_k // 4 + 16 if options.top_k else 512
+    largest = options.max_kept or usual
+    mask = vars(options) | {"max_kept": largest * run.config.parity.sampling_mask}
     return replace(run, sampling=MaskedSampling(**vars(run.sampling) | mask))
 
 

@@ -6,15 +6,13 @@ core). The reward gets the text before the stop text, and the loss all tokens, b
 was sampled.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import tyro
 
 from report.errors import MANY
-from tasks import Task
-
-ENDINGS = {"stop_text_frac": " | {stop_text_frac:.0%} ended by a stop text"}
 
 
 @dataclass(frozen=True)
@@ -39,21 +37,9 @@ def check_task(run: Any, options: Options) -> Any:
         if "\\n" in text:
             print(f"notice: --stop {text!r} has a backslash and an n, which are no line break; in"
                   " bash $'\\n' is one", flush=True)
-    task = StoppedTask(**{own.name: getattr(run.task, own.name) for own in fields(Task)},
-                       stop=options.stop)
+    task = replace(run.task, readable=partial(before, options.stop))
     ends = StopTexts(run.task.tokenizer, options.stop)
     return replace(run, task=task, sampling=replace(run.sampling, ends=ends))
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    def observe(step: Any) -> dict[str, float]:
-        ended = [rollout.finish_reason == "stop"
-                 and rollout.token_ids[-1] not in run.sampling.stop_token_ids
-                 for rollout in step.batch.rollouts]
-        return {"stop_text_frac": sum(ended) / len(ended)}
-
-    if options.stop:
-        parts.observers.append(observe)
 
 
 class StopTexts:
@@ -91,12 +77,6 @@ class StopTexts:
         return any(stop in text for stop in self.texts)
 
 
-@dataclass(frozen=True)
-class StoppedTask(Task):
-    """A task whose responses are read up to the first of the stop texts."""
-
-    stop: tuple[str, ...] = ()
-
-    def text_of(self, rollout: Any) -> str:
-        text = super().text_of(rollout)
-        return min((text.partition(stop)[0] for stop in self.stop), key=len)
+def before(stops: tuple[str, ...], text: str) -> str:
+    """The text up to the first of the stop texts."""
+    return min((text.partition(stop)[0] for stop in stops), key=len)

@@ -4,7 +4,7 @@ It is slow, and by construction it has no mismatch: there is one set of weights 
 the plainest statement of what an engine must do for the loop.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from extras.kv_cache import left_padded, states_after
 from extras.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
-from verify.errors import WeightLoadError
 from verify.head import check_head
 from verify.settings import of_trainer
 
@@ -59,8 +58,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
     if options.engine == "transformers" or options.eval_trainer_alone:
         parts.with_model.append(refuse_recurrent)
     if options.eval_trainer_alone:
-        parts.at_begin.append(lambda trainer, record: parts.evaluations.append(
-            partial(evaluate_alone, Alone(trainer), run)))
+        parts.at_begin.append(partial(add_evaluation, run))
 
 
 def refuse_recurrent(model: torch.nn.Module) -> None:
@@ -71,22 +69,17 @@ def refuse_recurrent(model: torch.nn.Module) -> None:
                          " try --engine vllm --no-eval-trainer-alone")
 
 
-class Alone(Source):
-    """The trainer's own modules as a source of answers."""
+def add_evaluation(run: Any, trainer: Any, record: dict[str, Any]) -> None:
+    """Add an evaluation whose answers the trainer's own modules sample."""
+    engine = engine_for(run, trainer.policy)
+    engine.load({}, None)
+    source = Source(engine, run.task, run.sampling, 1, 1, 0)
 
-    def __init__(self, trainer: Any):
-        run, self.policy = trainer.run, trainer.policy
-        super().__init__(engine_for(run, trainer.policy), run.task, run.sampling, 1, 1, 0)
+    def evaluate(answers: Callable) -> dict[str, Any]:
+        _, rows = answers(source, "trainer_alone", run.config.eval_samples, run.config.temperature)
+        return metrics.of_answers("eval_reward_trainer_alone", rows)
 
-    def answer(self, *asked: Any) -> list[Rollout]:
-        # This load copies nothing. It checks that the engine has these weights.
-        self.engine.load(self.policy.weights(), self.policy.response_logprobs)
-        return super().answer(*asked)
-
-
-def evaluate_alone(source: Alone, run: Any, answers: Callable) -> dict[str, Any]:
-    _, rows = answers(source, "trainer_alone", run.config.eval_samples, run.config.temperature)
-    return metrics.of_answers("eval_reward_trainer_alone", rows)
+    trainer.parts.evaluations.append(evaluate)
 
 
 @torch.no_grad()
@@ -127,7 +120,8 @@ class TransformersEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, kv_lost=0)
         self._queue: list[Rollout] = []
-        self.settings = self.audit()
+        # The trainer's own dtype, head and attention.
+        self.settings = {"engine": "transformers"} | of_trainer(policy)
 
     @property
     def num_unfinished(self) -> int:
@@ -179,27 +173,12 @@ class TransformersEngine(Engine):
         yield
         self._queue = queue
 
-    def load(
-        self, weights: Mapping[str, Tensor], _: Any, changed: bool = True
-    ) -> dict[str, float]:
-        """Count one weight version up if the weights have `changed`.
-
-        Raises: WeightLoadError if the weights are not the policy's own.
-        """
+    def load(self, weights: Any, _: Any, changed: bool = True) -> dict[str, float]:
+        """Count one weight version up if the weights, which are the policy's, have `changed`."""
         self._require("load", "awake", "ready")
-        # Of fused experts copies, so their addresses would prove nothing.
-        own = self.policy.weights()
-        same = own.keys() == weights.keys()
-        if not same or not all(torch.equal(own[name], weights[name]) for name in own):
-            raise WeightLoadError("the transformers engine samples with its policy's own weights"
-                                  " and takes no others")
         self.weight_version += changed
         self.state = "ready"
         return {"load_s": 0.0, "proof_s": 0.0, "canary_s": 0.0}
-
-    def audit(self) -> dict[str, Any]:
-        """What is in force: the trainer's own dtype, head and attention."""
-        return {"engine": "transformers"} | of_trainer(self.policy)
 
     def close(self) -> None:
         """Nothing to free: the weights are the trainer's."""

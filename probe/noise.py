@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from report.metrics import of_mismatch
-from rl import Batch, Policy, in_micro_batches
+from rl import Policy, in_micro_batches
 from verify.own_noise import Widened
 
 KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
@@ -77,11 +77,14 @@ def twice_as_precise(policy: Policy) -> Iterator[None]:
         policy.model.set_experts_implementation(usual)
 
 
-def observe_self_noise(policy: Policy, config: Any, batch: Batch) -> dict[str, float]:
-    """Mean and largest difference of the log-probabilities to those along the second path, with
-    smaller micro-batches, in nats: the mismatch that rounding alone would cause.
+def observe_self_noise(policy: Policy, config: Any, every: int, step: Any) -> dict[str, float]:
+    """Mean difference of the log-probabilities to those along the second path, with smaller
+    micro-batches, in nats: the mismatch that rounding alone would cause. It is measured with the
+    updated weights, once in `every` steps, the first included.
     """
-    if not batch.mask.any():  # --mask-truncated may leave no token
+    batch = step.batch
+    # --mask-truncated may leave no token.
+    if (step.metrics["step"] - 1) % every or not batch.mask.any():
         return {}
     has_signal = batch.advantages.any(dim=1).cpu()
 
@@ -92,6 +95,5 @@ def observe_self_noise(policy: Policy, config: Any, batch: Batch) -> dict[str, f
     usual = recomputed(config.micro_batch_tokens)
     with rounded_otherwise(policy):
         second = recomputed(-(-config.micro_batch_tokens // 3))
-    metrics = of_mismatch(usual, second, batch.mask)
-    return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
-            "self_noise_max": metrics["mismatch_max"]}
+    difference = of_mismatch(usual, second, batch.mask)["mismatch_abs_mean"]
+    return {"self_noise_abs_mean": difference}

@@ -1,7 +1,5 @@
 """The pictures of a run."""
 
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,10 @@ PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
 
 def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
     """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
-    if not can_draw() or not metrics["step"] or "eval_reward" not in metrics:
-        return
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # without it a run ends at its first line
 
+    if not metrics["step"] or "eval_reward" not in metrics:
+        return
     rows = read_rows(out / "metrics.jsonl")
     figure = Figure(figsize=(17, 7), layout="constrained")
     for axis, (title, names) in zip(figure.subplots(2, 4).flat, PANELS.items(), strict=True):
@@ -34,12 +32,3 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
             axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
         axis.legend(fontsize=8)
     figure.savefig(out / "curves.png", dpi=110)
-
-
-@cache
-def can_draw() -> bool:
-    """Whether there is matplotlib; it is said once if not."""
-    missing = find_spec("matplotlib") is None
-    if missing:
-        print("no curves.png is drawn: this Python has no matplotlib", flush=True)
-    return not missing

@@ -1,8 +1,8 @@
 """The line of a step, and an answer in one line."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
-from string import Formatter
 from typing import Any
 
 from report.curves import draw_at_evaluation
@@ -30,21 +30,16 @@ ENDINGS = {
     "all_truncated": " | ALL TRUNCATED: raise --max-new-tokens",
     "eval_reward": " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f} agree"
                    " {eval_agree:.3f}",
+    "eval_reward_left_out": " | {eval_reward_left_out} sampled answers LEFT OUT",
+    "eval_reward_greedy_left_out": " | {eval_reward_greedy_left_out} greedy answers LEFT OUT",
 }  # fmt: skip
 
 
-class Columns(Formatter):
-    """A figure that is None or not there is a dash of its width. After a mean stands the number of
-    responses that it leaves out, if there are any.
-    """
+class Missing:
+    """A figure that is None or not there: a dash of its width."""
 
-    def get_value(self, name: str, arguments: Any, figures: dict[str, Any]) -> tuple[Any, Any]:
-        return figures.get(name), figures.get(f"{name}_left_out")
-
-    def format_field(self, figure: tuple[Any, Any], form: str) -> str:
-        value, left_out = figure
-        text = "-".rjust(int(form.partition(".")[0] or 1)) if value is None else format(value, form)
-        return f"{text} ({left_out} LEFT OUT)" if left_out else text
+    def __format__(self, form: str) -> str:
+        return "-".rjust(int(form.partition(".")[0] or 1))
 
 
 def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> str:
@@ -64,7 +59,8 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
     for name, sentence in (ENDINGS | endings).items():
         if name in figures and (figures[name] or not isinstance(figures[name], int)):
             line += sentence
-    return Columns().vformat(line, (), figures)
+    known = {name: value for name, value in figures.items() if value is not None}
+    return line.format_map(defaultdict(Missing, known))
 
 
 def log(

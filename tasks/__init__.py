@@ -55,6 +55,7 @@ class Task:
     grade: Callable[[list[Group]], list[list[Any]]] | None = None
     evaluation: "Task | None" = None  # of --eval-task: it gives the rewards of `held_out`
     same: Callable[[str, str], bool] = str.__eq__  # whether two answers mean the same
+    readable: Callable[[str], str] = str  # of a response's text what the reward reads
     in_passes: bool = False  # each problem once before any comes twice
     text: str = ""  # of a task file
     tokenizer: Any = None  # this field and the next are set by prompts.encode
@@ -89,29 +90,28 @@ class Task:
         """
         size = len(rollouts) // len(problems)
         assert size * len(problems) == len(rollouts), f"{len(problems)=} {len(rollouts)=}"
-        texts = [self.text_of(rollout) for rollout in rollouts]
         groups = []
         for number, problem in enumerate(problems):
-            members = slice(number * size, (number + 1) * size)
-            groups.append((problem, texts[members], rollouts[members]))
+            members = rollouts[number * size : (number + 1) * size]
+            groups.append((problem, list(map(self.text_of, members)), members))
         new = [group for group in groups if None in [rollout.reward for rollout in group[2]]]
         task = (evaluates and self.evaluation) or self
-        for group, results in zip(new, task.results(new), strict=True):
-            for text, rollout, result in zip(*group[1:], results, strict=True):
+        for (problem, texts, members), results in zip(new, task.results(new), strict=True):
+            for text, rollout, result in zip(texts, members, results, strict=True):
                 if rollout.reward is None:
-                    self._reward(group[0], text, rollout, result)
+                    self._reward(problem, text, rollout, result)
         rows = []
-        for number, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
-            if rollout.score is None:
-                rollout.score = rollout.reward
-            problem = problems[number // size]
-            rows.append({
-                "reward": None if math.isnan(rollout.reward) else rollout.reward,
-                "response": text, "question": problem.question, "answer": problem.answer,
-                "source": problem.source, "finish_reason": rollout.finish_reason,
-                "tokens": len(rollout.token_ids), "error": rollout.reward_error,
-                "parts": rollout.parts,
-            })
+        for problem, texts, members in groups:
+            for text, rollout in zip(texts, members, strict=True):
+                if rollout.score is None:
+                    rollout.score = rollout.reward
+                rows.append({
+                    "reward": None if math.isnan(rollout.reward) else rollout.reward,
+                    "response": text, "question": problem.question, "answer": problem.answer,
+                    "source": problem.source, "finish_reason": rollout.finish_reason,
+                    "tokens": len(rollout.token_ids), "error": rollout.reward_error,
+                    "parts": rollout.parts,
+                })
         errors = [row["error"] for row in rows if row["error"]]
         if errors:
             print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
@@ -122,7 +122,7 @@ class Task:
         ids = rollout.token_ids
         if ids and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]
-        return self.tokenizer.decode(ids)
+        return self.readable(self.tokenizer.decode(ids))
 
     def results(self, groups: list[Group]) -> list[list[Any]]:
         """For each response its reward, or the exception that it has raised."""

@@ -19,8 +19,7 @@ ARMS = {
     "V1's defaults, stale prefix cache": STALE + "--parity.no-processed-logprobs --parity.no-fp32-head",
     "bfloat16, mask": "--dtype bfloat16 --top-p 0.9",
 }
-OWN = {"probe", "self_noise_abs_mean", "self_noise_max", "eval_reward_trainer_alone",
-       "eval_reward_trainer_alone_left_out"}  # fmt: skip
+OWN = {"probe", "self_noise_abs_mean", "eval_reward_trainer_alone", "eval_reward_trainer_alone_left_out"}
 
 
 @pytest.mark.parametrize("arm", ARMS)

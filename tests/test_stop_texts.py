@@ -1,7 +1,6 @@
 """Stop texts (--stop): where responses end, against decoding each of their beginnings, and what the reward sees."""
 
 import random
-import re
 from collections import Counter
 from dataclasses import replace
 
@@ -98,16 +97,13 @@ def test_vllm_ends_a_response_there_and_gives_the_tokens_and_values_that_it_give
 @pytest.mark.engine
 @pytest.mark.parametrize("options", ["--engine transformers", "--inflight-groups 2", "--top-k 40"])
 def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_not_truncated(
-        options, good, tmp_path, capsys):  # fmt: skip
+        options, good, tmp_path):  # fmt: skip
     """The model goes on with "============" after each question."""
     out = tmp_path / "run"
     (good / "rewards.py").write_text("def reward(problem, response):\n    return float(response == '')\n")
     words = f"--steps 2 --out {out} --max-new-tokens 12 --reward {good}/rewards.py {options}"
     train_here(command(good, words, "--stop", "=", "--stop", "12"))
-    stopped = [step["stop_text_frac"] for step in rows(out)[1:]]
-    assert min(stopped) > 0 and stopped == [1 - step["trunc_frac"] for step in rows(out)[1:]]
-    said = re.findall(r"(\d+)% ended by a stop text", capsys.readouterr().out)
-    assert said == [f"{100 * share:.0f}" for share in stopped]
+    assert max(step["trunc_frac"] for step in rows(out)[1:]) < 1
     answers = {(row["response"], row["reward"], row["finish_reason"], row["tokens"]) for row in rows(out, "samples")}
     assert ("", 1.0, "stop", 1) in answers and not any("=" in response for response, *_ in answers)
 

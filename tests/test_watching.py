@@ -1,7 +1,6 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left."""
 
 import json
-import sys
 import time
 
 import pytest
@@ -9,7 +8,6 @@ from helpers import ROUNDING, built, rows
 from matplotlib.figure import Figure
 
 from extras import ENDINGS
-from report.curves import can_draw, draw_at_evaluation
 from report.log import answer_line, log_line
 from train import train
 
@@ -49,15 +47,6 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     assert shown == [*map(answer_line, greedy[::4])]  # the first of each evaluation
 
 
-def test_without_matplotlib_no_picture_is_drawn_and_it_is_said_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    can_draw.cache_clear()
-    for step in (0, 1):
-        draw_at_evaluation(tmp_path, {"step": step, "eval_reward": 0.5})
-    can_draw.cache_clear()
-    assert capsys.readouterr().out == "no curves.png is drawn: this Python has no matplotlib\n"
-
-
 MEASURED = json.loads("""{
  "reward": 0.5, "response_len": 12.34, "trunc_frac": 1.0, "flat_frac": 0.5, "clip_rate": 0.01,
  "current_mismatch_abs_mean": 1e-05, "backend_clip_rate": 0.02, "entropy": 0.12, "grad_norm": 0.34, "lr": 0.001,
@@ -73,10 +62,10 @@ LINE = (
     " 1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121 min left |"
     " kl_ref 0.0e+00 max 4.0e+01 | NO SIGNAL in 1 minibatch(es): flat, masked or rejected rows, no step | NO SIGNAL in"
     " 1 minibatch(es), a step by the KL alone | fp16 OVERFLOW in 2 minibatch(es): scale halved | 5 rewards FAILED | 6"
-    " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 (8 LEFT OUT)"
-    " agree 1.000 | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own mask | in flight 3 stale"
-    " 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to preemption: raise --kv-cache-gib | trainer alone"
-    " 0.000 | 25.0% of tokens rejected"
+    " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 agree"
+    " 1.000 | 8 greedy answers LEFT OUT | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own mask"
+    " | in flight 3 stale 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to preemption: raise --kv-cache-gib"
+    " | trainer alone 0.000 | 25.0% of tokens rejected"
 )  # fmt: skip
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     (MEASURED, LINE), ({"eval_reward": None}, "| eval - greedy - agree -"),

@@ -45,7 +45,7 @@ USUAL = Options()
 class Checked:
     """What the checks of one engine remember."""
 
-    constants: dict[str, Tensor]  # its buffers, which no load may change
+    constants: dict[str, Tensor]  # copies of its buffers, which no load may change
     canary_limits: dict[int, float] = field(default_factory=dict)  # measured, by a prompt's length
     loads: int = 0
 
@@ -54,7 +54,8 @@ def at_start(engine: Any) -> Checked:
     """Of vLLM's model with random weights. Raises: ValueError if vLLM cannot compute it rightly."""
     model_cases.refuse_or_repair(engine.vllm_model, engine.dtype, engine.tensor_names)
     canary.sample(engine)  # a model that vLLM cannot compute fails here
-    return Checked(buffers.constants(engine))
+    first = {name: tensor.clone() for name, tensor in buffers.buffers(engine).items()}
+    return Checked(first)
 
 
 def check_names(engine: Any, weights: Mapping[str, Tensor]) -> None:

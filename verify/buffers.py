@@ -21,11 +21,6 @@ def buffers(engine: Any) -> dict[str, Tensor]:
             if tensor.untyped_storage().data_ptr() not in memory}
 
 
-def constants(engine: Any) -> dict[str, Tensor]:
-    """Copies of them, as they are before the first load."""
-    return {name: tensor.clone() for name, tensor in buffers(engine).items()}
-
-
 def check(engine: Any) -> None:
     """Raises: WeightLoadError that names those which differ from the first ones."""
     now, first = buffers(engine), engine.checked.constants

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -129,13 +129,8 @@ def forked(function: Callable, *arguments) -> Process:
 
 def config_of(parity: ParityFlags | None = None, **options) -> Config:
     """From options by their own names, whatever their group."""
-    groups = {"parity": parity or ParityFlags()}
-    for group in fields(Config):
-        kind = group.default_factory
-        if is_dataclass(kind) and kind is not ParityFlags:
-            names = options.keys() & {option.name for option in fields(kind)}
-            groups[group.name] = kind(**{name: options.pop(name) for name in names})
-    return Config(**groups, **options)
+    assert options.keys() <= Config().flat().keys(), options
+    return Config.from_flat(options | {"parity": asdict(parity or ParityFlags())})
 
 
 def built(root: Path, out: Path, **options) -> Trainer:

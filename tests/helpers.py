@@ -49,7 +49,7 @@ from extras.inflight import InflightEngine
 from extras.masks import collect_kept_sets
 from extras.rotary_table import give_one_table, with_one_table
 from report.metrics import of_mismatch
-from rl import Batch, Policy, in_micro_batches, make_batch
+from rl import Batch, Policy, make_batch
 from tasks import Task
 from tasks.job import teach_toy
 from tasks.options import Options
@@ -140,6 +140,7 @@ def built(root: Path, out: Path, **options) -> Trainer:
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
     teach_toy(run.config.task, run.config.seed, run.config.model, run.config.data)
+    close_live_engine()
     parts = parts_of(run)
     policy = load_policy(run, parts)
     return begin(run, parts, policy, parts.engine_kind.start(run, policy, **parts.engine))
@@ -200,20 +201,11 @@ VERSIONED = {"further": {"enable_prefix_caching": True}, "cache_salt": str}  # a
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
-def minibatches_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 2**14, has_signal=None):
-    has_signal = torch.ones(len(batch.mask)) if has_signal is None else torch.tensor(has_signal)
-    return batch.minibatches(has_signal != 0, num_minibatches, micro_batch_tokens)
-
-
-def frozen_logprobs(policy: Policy, batch: Batch, minibatches: list[list[torch.Tensor]]) -> torch.Tensor:
-    """`policy.score` of the whole batch, in the micro-batches of `update`: (B, T)."""
-    return in_micro_batches(policy.score, batch, minibatches)["logprobs"]
-
-
+@torch.no_grad()
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    return replace(batch, old_logprobs=frozen_logprobs(at(policy, temperature), batch, minibatches_of(batch)))
+    return replace(batch, old_logprobs=at(policy, temperature).score(batch)["logprobs"])
 
 
 def at(policy: Policy, temperature: float) -> Policy:

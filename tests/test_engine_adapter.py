@@ -145,7 +145,7 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
             with pytest.raises(EngineStateError, match="this one is broken"):
                 engine.generate(PROMPTS, 1, WARM, SEEDS)
             engine.state = "ready"  # the test alone may go on with this engine
-        engine.close()
+    close_live_engine()
 
 
 def test_a_failed_canary_names_a_trainer_that_disagrees_with_itself(engine_folder):

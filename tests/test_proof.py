@@ -57,7 +57,6 @@ def test_every_tensor_that_misses_a_change_of_one_bit_is_named(tmp_path, name, t
         assert found | {"lm_head.weight"} == changed | {"lm_head.weight"}  # a tied head may be the embedding
         assert len(changed) >= len(list(policy.model.parameters()))
         load_into(engine, policy)
-        engine.close()
 
 
 @pytest.mark.engine
@@ -82,7 +81,6 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
             load_into(engine, policy)
         assert len(seen) == len(policy.weights())
         assert {1, 4} <= {*seen}
-        engine.close()
 
 
 @pytest.mark.engine
@@ -95,7 +93,6 @@ def test_the_packed_copy_of_a_convolution_is_compared_beside_the_unpacked_one(tm
             pytest.skip("without BF16 instructions, and on a GPU, vLLM does not pack it")
         flip_a_bit(layer.weight.data)
         assert differing(engine.llm, policy.weights()).differing == [f"{name}.weight"]
-        engine.close()
 
 
 @pytest.mark.engine
@@ -114,7 +111,6 @@ def test_a_swapped_expert_is_named_where_state_dict_has_all_of_a_layer_in_one_te
         del weights[down]
         held = [f"model.layers.1.mlp.experts.routed_experts.{each}_weight" for each in ("w13", "w2")]
         assert differing(engine.llm, weights) == (named[:2], [down.replace("down", "gate_up")], held)
-        engine.close()
 
 
 @pytest.mark.engine

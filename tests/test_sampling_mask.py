@@ -5,24 +5,14 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import (
-    DEVICES,
-    PROMPTS,
-    ROUNDING,
-    at,
-    built,
-    minibatches_of,
-    qwen2,
-    rows_of_run,
-    started,
-)
+from helpers import DEVICES, PROMPTS, ROUNDING, at, built, qwen2, rows_of_run, started
 
 from engine_adapter import Engine, ParityFlags, Rollout, reseed
 from extras.masks import MaskedSampling, masked_logits
 from extras.sampling_mask import kept_sets, policy_options
 from extras.transformers_engine import TransformersEngine
 from report.metrics import of_mismatch
-from rl import Policy, in_micro_batches, make_batch
+from rl import Policy, make_batch
 from train import answer_held_out
 
 MASKS = [dict(top_k=5, top_p=0.9), dict(min_p=0.05), dict(min_p=0.02, top_k=20, top_p=0.95)]
@@ -37,7 +27,7 @@ def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str,
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, policy.device)
     policy = at(policy, 1.3).changed(**policy_options(MaskedSampling(1.3, 12, **mask)))
-    values = in_micro_batches(policy.token_metrics, batch, minibatches_of(batch, 1, 100))
+    values = policy.token_metrics(batch)
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return of_mismatch(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 

@@ -29,6 +29,7 @@ import gpu_path  # noqa: F401  # before torch
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -61,11 +62,14 @@ logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
 
 
+DATA = ROOT / "tests" / "data"
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-DESCRIBED = read_json(ROOT / "tests" / "data" / "classes.json")
+DESCRIBED = read_json(DATA / "classes.json")
 CLASSES = DESCRIBED["classes"]
 
 
@@ -338,6 +342,16 @@ def policy_of(
     policy = policy_in(folder, dtype, device)
     give_one_table(policy.model, None)
     return policy
+
+
+# ------------------------------------------------------------------------------------------------ tokenizers
+TOKENIZERS = read_json(DATA / "tokenizers.json")
+
+
+def published(form: str) -> Tokenizer:
+    """As in a tokenizer.json that somebody has published, with a small vocabulary. A token of "no text" is empty."""
+    parts = TOKENIZERS["forms"][form]
+    return Tokenizer.from_str(json.dumps(parts | {"model": TOKENIZERS["models"][parts["model"]]}))
 
 
 # ------------------------------------------------------------------------------------------------ a spoilt model folder

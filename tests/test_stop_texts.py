@@ -14,12 +14,12 @@ from helpers import (
     command,
     floors_of,
     policy_in,
-    refusal,
+    published,
     rows,
     started,
     train_here,
 )
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout, Sampling
@@ -28,33 +28,12 @@ from extras.stop_texts import StopTexts
 TEXT = "Question: What is 7 plus 8?\n\nAnswer: it is 15 — d'accord, né à 東京.\n#### 15\n\n\n  Question: é€🙂\n" * 3
 
 
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
-    return tokenizer
-
-
-def sentence_piece() -> Tokenizer:
-    """As Llama 2's: a space is a sign of its own, the first one of a text is left out, rare characters are bytes."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
-                                  limit_alphabet=40)  # fmt: skip
-    tokenizer.train_from_iterator([TEXT], trainer)
-    signs = decoders.Replace("<unk>", ""), decoders.Replace("▁", " ")
-    tokenizer.decoder = decoders.Sequence([*signs, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return tokenizer
-
-
-@pytest.mark.parametrize("made", [byte_level, sentence_piece])
-def test_a_response_ends_with_the_token_that_completes_a_text_however_its_characters_are_cut(made):
-    tokenizer, rng, ended = PreTrainedTokenizerFast(tokenizer_object=made()), random.Random(0), 0
+@pytest.mark.parametrize("form", ["gpt2", "llama2", "no text"])
+def test_a_response_ends_with_the_token_that_completes_a_text_however_its_characters_are_cut(form):
+    tokenizer, rng, ended = PreTrainedTokenizerFast(tokenizer_object=published(form)), random.Random(0), 0
     written = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    unk, q, u = tokenizer.convert_tokens_to_ids(["<unk>", "Q", "u"])  # the first has no text
-    cases = [(("Qu",), [q, *[unk] * 20, u])] if unk is not None else []
+    unk, w, h = tokenizer.convert_tokens_to_ids(["<unk>", "W", "h"])
+    cases = [(("Wh",), [w, *[unk] * 20, h])] if unk is not None else []
     for case in range(600):
         ids = rng.choices(range(len(tokenizer)), k=60)
         if case % 2:
@@ -110,8 +89,3 @@ def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_no
     assert said == [f"{100 * share:.0f}" for share in stopped]
     answers = {(row["response"], row["reward"], row["finish_reason"], row["tokens"]) for row in rows(out, "samples")}
     assert ("", 1.0, "stop", 1) in answers and not any("=" in response for response, *_ in answers)
-
-
-def test_a_text_that_can_never_be_complete_is_refused(good, capsys):
-    assert "stop must not contain an empty text" in refusal(command(good, "--stop", ""), capsys)
-    assert "stop must be a text of the tokenizer, which has no 'n'" in refusal(command(good, "--stop", r"7\n"), capsys)

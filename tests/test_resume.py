@@ -155,7 +155,7 @@ def valued(monkeypatch) -> None:
     monkeypatch.setattr("train.evaluate", lambda *where: evaluate(*where) | {"eval_agree": values[where[1]]})
 
 
-@pytest.mark.parametrize("more", ["", "--lora-rank 4 --dtype float16 --top-p 0.9"])
+@pytest.mark.parametrize("more", ["", "--lora-rank 4 --dtype float16 --top-p 0.9 --kl-coef 0.1"])
 def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that_without(
         root, tmp_path, more, valued, monkeypatch, capsys):
     words = options(root, tmp_path / "usual", "--eval-every", "1", *more.split())

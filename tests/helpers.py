@@ -19,6 +19,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import Process, get_context
 from pathlib import Path
+from subprocess import CompletedProcess, run
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +50,7 @@ from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.masks import collect_kept_sets
 from extras.rotary_table import give_one_table, with_one_table
+from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch
 from tasks import Task
@@ -70,6 +72,7 @@ def read_json(path: Path) -> Any:
 
 
 DESCRIBED = read_json(DATA / "classes.json")
+TINY = str(DATA / "tiny-qwen2")  # the model of the stored traces
 CLASSES = DESCRIBED["classes"]
 
 
@@ -117,6 +120,14 @@ def run_script(name: str, *words: object) -> None:
         patch.setattr(sys, "argv", [name, *map(str, words)])
         runpy.run_path(str(ROOT / name), run_name="__main__")
     gc.collect()  # an engine of the page ends here
+
+
+def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: str) -> CompletedProcess:
+    """A Python of its own in the folder. It must end with this status."""
+    done = run([sys.executable, *map(str, words)], cwd=folder, env=os.environ | environment, capture_output=True,
+               text=True, errors="replace", check=False, timeout=500)  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done
 
 
 # A fork of a process with several threads waits for ever in OpenMP, which waits for the threads.
@@ -342,6 +353,11 @@ def policy_of(
     policy = policy_in(folder, dtype, device)
     give_one_table(policy.model, None)
     return policy
+
+
+def stored(file: str) -> dict[str, Trace]:
+    """The groups of a trace in tests/data."""
+    return {trace.name: trace for trace in load_traces(str(DATA / f"{file}.npz"))}
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers

@@ -4,13 +4,11 @@ import ast
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, command, python
 
 import extras
 from extras import transformers_engine
@@ -35,7 +33,7 @@ def copied(folder: Path, without: list[str]) -> Path:
 def run(folder: Path, *words: str) -> list[dict]:
     """The rows of metrics.jsonl without seconds and memory."""
     job = f"train.py --steps 1 --num-prompts 16 --eval-problems 8 --out {folder}/run".split()
-    subprocess.run([sys.executable, *job, *words], cwd=folder, check=True, capture_output=True)
+    python(*job, *words, folder=folder)
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [{name: value for name, value in row.items() if not name.endswith(("_s", "_gib"))} for row in rows]
 
@@ -46,9 +44,9 @@ import os, sys
 import torch, tyro
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 sys.path.insert(0, ".")
-SMALL = "--engine transformers --steps 1 --num-prompts 2 --group-size 2 --eval-problems 2 --out run/".split()
+sys.modules["matplotlib"] = None  # a picture takes longer than the step
 for name in sys.argv[1:]:
-    path = f"extras/{name}.py"
+    path = "extras/" + name + ".py"
     os.rename(path, "away")
     if os.fork() == 0:
         import train
@@ -56,17 +54,17 @@ for name in sys.argv[1:]:
         print(*train.Config().flat(), flush=True)
         sys.stdout = sys.stderr
         if name != "transformers_engine":
-            train.main([*SMALL[:-1], SMALL[-1] + name])
+            train.main((os.environ["JOB"] + name).split())
         os._exit(0)
     assert os.wait()[1] == 0, name
     os.rename("away", path)
 """
 
 
-def test_without_the_file_of_an_extra_the_command_has_none_of_its_options_and_the_job_runs(tmp_path):
+def test_without_the_file_of_an_extra_the_command_has_none_of_its_options_and_the_job_runs(good, tmp_path):
     folder = copied(tmp_path / "copy", [])
-    program = [sys.executable, "-c", WITHOUT_EACH, *OPTIONS]
-    found = subprocess.run(program, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()
+    job = " ".join(command(good, "--engine transformers --steps 1 --eval-problems 2 --out run/"))
+    found = python("-c", WITHOUT_EACH, *OPTIONS, folder=folder, JOB=job).stdout.splitlines()
     everything = {*Config().flat()}
     for (name, options), line in zip(OPTIONS.items(), found, strict=True):
         assert everything - {*line.split()} == options, name
@@ -105,15 +103,14 @@ def test_the_option_of_the_page_is_one_file_and_one_line(tmp_path):
     (folder / "extras" / "show_responses.py").write_text(code)
     names = folder / "extras" / "__init__.py"
     names.write_text(names.read_text().replace("NAMES = (", 'NAMES = ("show_responses",'))
-    words = [sys.executable, "train.py", "--engine", "transformers", "--steps", "1", "--num-prompts", "2",
-             "--group-size", "2", "--eval-problems", "2", "--out", "run", "--show-responses"]  # fmt: skip
-    refused, done = (subprocess.run([*words, number], cwd=folder, capture_output=True, text=True, check=False)
-                     for number in "52")  # fmt: skip
+    job = f"--engine transformers --steps 1 --num-prompts 2 --group-size 2 --eval-problems 2 --out {folder}/run"
+    refused, done = (python("train.py", *job.split(), "--show-responses", number, folder=folder, status=status)
+                     for number, status in ((5, 2), (2, 0)))
     said = " ".join(refused.stderr.replace("│", " ").split())
     assert "show_responses must be 0 to num_prompts * group_size, got 5" in said
     lines = done.stdout.splitlines()
     before = lines[: next(place for place, line in enumerate(lines) if line.startswith("step   1/1"))]
-    assert done.returncode == 0 and all(line.isdigit() for line in before[-3:-1])
+    assert all(line.isdigit() for line in before[-3:-1])
 
 
 def test_a_rule_about_another_option_names_one_that_exists_and_no_group_has_the_name_of_an_option():
@@ -134,8 +131,7 @@ def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
     """A hook under another name, a part that is none, one that two options replace, a list that is lost."""
     folder = copied(tmp_path / "copy", [])
     (folder / "extras" / "tracker.py").write_text("def instal(run, options, parts):\n    pass\n")
-    words = [sys.executable, "train.py", "--help"]
-    said = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False).stderr
+    said = python("train.py", "--help", folder=folder, status=1).stderr
     assert "instal of extras.tracker has options but is no hook" in said
     parts = extras.OneOwner()
     parts.source, parts.writers = "usual", []

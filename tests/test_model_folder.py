@@ -6,14 +6,12 @@ tests/data/tokenizers.json has published forms of tokenizer.json, with small voc
 import inspect
 import json
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROUNDING, TOKENIZERS, published, read_json, small_model
+from helpers import ROUNDING, TOKENIZERS, published, python, read_json, small_model
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
@@ -196,8 +194,7 @@ def test_an_exported_folder_has_the_same_logits_and_tokens_in_both_versions(vers
         written[str(tmp_path / name)] = outputs(model, tokenizer, TEXTS)
         assert '"torch_dtype"' in (tmp_path / name / "config.json").read_text()
     script = READ.format(inspect.getsource(outputs), [*written], TEXTS, str(tmp_path / "seen.pt"))
-    place = {"PYTHONPATH": PLACE_OF_4} if version == "4" else {}
-    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | place, cwd=tmp_path)
+    python("-c", script, folder=tmp_path, **{"PYTHONPATH": PLACE_OF_4} if version == "4" else {})
     seen = torch.load(tmp_path / "seen.pt")
     assert seen.pop("version").startswith(version)
     for folder, (logits, *tokens) in written.items():

@@ -5,12 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, SMALL, command, refusal, train_here
+from helpers import DATA, ROOT, SMALL, command, refusal, train_here
 
 from probe.__main__ import main
 from probe.place import METRICS, ROWS
-
-DATA = ROOT / "tests" / "data"
 
 
 def place(capsys, log: Path, *dtype: str) -> tuple[int, dict[str, str]]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import SIXTEEN, config_of, drawn_ids, move, policy_in, qwen2, refusal, started
+from helpers import DATA, SIXTEEN, TINY, config_of, drawn_ids, move, policy_in, qwen2, refusal, started, stored
 
 import verify
 from engine_adapter import ParityFlags
@@ -22,8 +22,7 @@ from probe.search import Pass, Probe, Readout
 from probe.traces import Trace, load_traces
 from rl import Policy
 
-DATA = Path(__file__).parent / "data"
-MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.npz")
+DEFAULT = str(DATA / "v1_0.32.0_fp32_default.npz")
 
 # By faults that are planted, the causes to be named.
 RAW = "semantics: raw log-probabilities"
@@ -43,12 +42,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Policy]:
-    return {name: policy_in(MODEL, getattr(torch, name)) for name in ("float32", "bfloat16")}
-
-
-def stored(file: str) -> dict[str, Trace]:
-    """The groups of a trace in tests/data."""
-    return {trace.name: trace for trace in load_traces(str(DATA / f"{file}.npz"))}
+    return {name: policy_in(TINY, getattr(torch, name)) for name in ("float32", "bfloat16")}
 
 
 # ------------------------------------------------------------------------------------------------ stored traces
@@ -200,7 +194,7 @@ def test_the_error_of_a_malformed_trace_names_the_field(tmp_path, line):
 
 def exit_status(trace: str, group: str) -> int:
     with pytest.raises(SystemExit) as stop:
-        main(["diagnose", "--model", MODEL, trace, "--group", group])
+        main(["diagnose", "--model", TINY, trace, "--group", group])
     return stop.value.code
 
 
@@ -226,7 +220,7 @@ def test_exit_status_is_1_for_a_mismatch_and_the_report_names_the_cause_or_the_n
 ])  # fmt: skip
 def test_bad_input_is_refused_by_name_before_vllm_starts(tmp_path, capsys, arguments, complaint):
     numpy.savez(tmp_path / "trace.npz", meta=numpy.array("{}"))
-    words = [word.format(root=tmp_path, model=MODEL, default=DEFAULT) for word in arguments.split()]
+    words = [word.format(root=tmp_path, model=TINY, default=DEFAULT) for word in arguments.split()]
     assert complaint.format(root=tmp_path, default=DEFAULT) in refusal(words, capsys, main)
 
 

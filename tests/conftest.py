@@ -18,6 +18,7 @@ from gpu_path import RUNNER
 from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2, task_of  # before torch: it sets the number of threads
 from torch import cuda, manual_seed
 
+from rl import Policy
 from tasks import Task
 from tasks.toys import toy_tokenizer
 
@@ -103,6 +104,12 @@ def engine_folder(tmp_path_factory) -> str:
     qwen2().save_pretrained(root)
     (root / "generation_config.json").write_text(json.dumps(traps))
     return str(root)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    """With the weights of `engine_folder`."""
+    return Policy(qwen2())
 
 
 # ------------------------------------------------------------------------------------------------ a small run

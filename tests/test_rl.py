@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DEVICES, config_of, drawn_ids, qwen2
+from helpers import DEVICES, config_of, qwen2
 
 import objectives
 from engine_adapter import Rollout
@@ -18,12 +18,6 @@ from objectives import CORRECTIONS, OBJECTIVES
 from report.metrics import agreement
 from rl import Batch, Head, Optimizer, Policy, entropies, head_chunk, in_micro_batches, longest_first, make_batch
 from train import Config, TokenFilter, update
-
-
-def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
-    generator = torch.Generator().manual_seed(1)
-    return [Rollout(drawn_ids(p, generator), 0, drawn_ids(r, generator), [-0.1 * (i + 1) for i in range(r)])
-            for p, r in lengths]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ batch
@@ -47,7 +41,7 @@ def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_comput
 
 
 def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_come_first():
-    batch = make_batch(rollouts([(1, n) for n in [9, 3, 7, 5, 8, 2, 6, 4]]))
+    batch = make_batch([Rollout([1], None, [5] * n, [0.0] * n) for n in (9, 3, 7, 5, 8, 2, 6, 4)])
     minibatches = batch.minibatches(torch.tensor([0, 1, 0, 1, 1, 0, 0, 1]) > 0, 2, 100)
     assert [[rows.tolist() for rows in micros] for micros in minibatches] == [[[3, 1], [0, 2]], [[4, 7], [6, 5]]]
 

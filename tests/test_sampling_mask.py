@@ -76,8 +76,7 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
 
 
 @pytest.mark.engine
-def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
-    policy = Policy(qwen2())
+def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder, policy):
     with started(engine_folder, policy, ParityFlags(sampling_mask=False)) as engine:
         assert engine.settings["max_logprobs"] == 20  # vLLM's default
         rollouts = sampled(engine, max_kept=0, top_p=0.8)
@@ -89,8 +88,7 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
     assert means["kept_mass"] < 0.95
 
 
-def test_the_reference_engine_samples_under_the_same_masks():
-    policy = Policy(qwen2())
+def test_the_reference_engine_samples_under_the_same_masks(policy):
     engine = TransformersEngine(policy)
     engine.load(policy.weights(), policy.response_logprobs)
     check_masks(policy, engine)
@@ -116,8 +114,8 @@ def test_kept_sets_are_refused_if_one_is_missing():
         kept_sets(batch, batch.mask > 0)
 
 
-def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds():
-    policy, ids = Policy(qwen2()), [5, 6, 7]
+def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds(policy):
+    ids = [5, 6, 7]
     with torch.no_grad():
         likely = (policy.model(torch.tensor([ids])).logits[0, -1] / 1.3).double().log_softmax(0).sort(descending=True)
     rollout = Rollout(ids, 0, [int(likely.indices[2])], [0.0], kept=[likely.indices[:3].numpy()])

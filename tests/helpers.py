@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,6 +129,15 @@ def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: 
                text=True, errors="replace", check=False, timeout=500)  # fmt: skip
     assert done.returncode == status, done.stderr
     return done
+
+
+def copied(folder: Path, *without: str) -> Path:
+    """All that a run needs, in a folder of its own, except for files and folders of these names."""
+    left_out = ".*", "docs", "tests", "runs", "exercises", "lab", *without
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    (folder / ".cache").symlink_to(ROOT / ".cache")
+    return folder
 
 
 # A fork of a process with several threads waits for ever in OpenMP, which waits for the threads.

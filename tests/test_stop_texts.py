@@ -4,7 +4,7 @@ import random
 import re
 
 import pytest
-from helpers import ROUNDING, command, published, rows, train_here
+from helpers import ROUNDING, published, rows, rows_of_run
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
@@ -42,9 +42,8 @@ def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_no
     """The model goes on with "============" after each question. The tokens are those that the trainer scores."""
     out = tmp_path / "run"
     (good / "rewards.py").write_text("def reward(problem, response):\n    return float(response == '')\n")
-    words = f"--steps 2 --out {out} --max-new-tokens 12 --reward {good}/rewards.py {options}"
-    train_here(command(good, words, "--stop", "=", "--stop", "12"))
-    steps = rows(out)[1:]
+    words = f"--steps 2 --max-new-tokens 12 --reward {good}/rewards.py {options} --stop = --stop 12"
+    _, *steps = rows_of_run(good, out, words)
     stopped = [step["stop_text_frac"] for step in steps]
     assert min(stopped) > 0 and stopped == [1 - step["trunc_frac"] for step in steps]
     assert all((step["current_mismatch_abs_mean"] or 0) < ROUNDING for step in steps)

@@ -427,13 +427,17 @@ def command(root: Path, options: str, *more: str) -> list[str]:
 SIXTEEN = torch.bfloat16 if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else torch.float16
 
 
+def exit_status(main: Callable, arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return stop.value.code
+
+
 def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
     """What the command (train.py, if not given) says on stderr as it refuses."""
     os.environ["COLUMNS"] = "999"  # tyro would break a long path
-    with pytest.raises(SystemExit) as stop:
-        (main or train.main)(arguments)
-    printed = capsys.readouterr()
-    assert stop.value.code == 2, printed
+    status, printed = exit_status(main or train.main, arguments), capsys.readouterr()
+    assert status == 2, printed
     assert "Traceback" not in printed.err
     assert "toy model" not in printed.out
     return re.sub(r"[╭╮╰╯│─\s]+", " ", printed.err)  # without the box that tyro draws around a message

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import TINY, refusal, stored
+from helpers import TINY, exit_status, refusal, stored
 
 from examples.record_vllm import weights_of
 from probe.__main__ import main
@@ -14,12 +14,6 @@ from probe.traces import save_trace
 RAW = "semantics: raw log-probabilities"
 WRONG = "inference path: wrong requests among right ones"
 FIXED = "v1_0.18.1_fp32_fixes"
-
-
-def compare(before: Path, after: Path) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["compare", str(before), str(after), "--model", TINY])
-    return stop.value.code
 
 
 def copy_of(path: Path, source: str, factor: str = "1", wrong: str = "0", **changes) -> Path:
@@ -51,7 +45,7 @@ v1_0.18.1_fp32_fixes 0.8 | v1_0.18.1_fp32_default | better | unexplained became 
 def test_the_second_trace_is_worse_better_or_unchanged(tmp_path, capsys, story):
     *traces, word, details = story.format(RAW=RAW, WRONG=WRONG).split(" | ")
     one, two = (copy_of(tmp_path / f"{name}.npz", *trace.split()) for name, trace in zip("ab", traces, strict=True))
-    assert compare(one, two) == int(word == "worse")
+    assert exit_status(main, ["compare", str(one), str(two), "--model", TINY]) == int(word == "worse")
     printed = capsys.readouterr().out
     assert re.search(f"=> {word}: " + ".*".join(map(re.escape, details.split("..."))), printed), printed
 

@@ -8,7 +8,20 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import DATA, SIXTEEN, TINY, config_of, drawn_ids, move, policy_in, qwen2, refusal, started, stored
+from helpers import (
+    DATA,
+    SIXTEEN,
+    TINY,
+    config_of,
+    drawn_ids,
+    exit_status,
+    move,
+    policy_in,
+    qwen2,
+    refusal,
+    started,
+    stored,
+)
 
 import verify
 from engine_adapter import ParityFlags
@@ -192,21 +205,16 @@ def test_the_error_of_a_malformed_trace_names_the_field(tmp_path, line):
         load_traces(str(path))
 
 
-def exit_status(trace: str, group: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["diagnose", "--model", TINY, trace, "--group", group])
-    return stop.value.code
-
-
 def test_exit_status_is_1_for_a_mismatch_and_the_report_names_the_cause_or_the_next_command(capsys):
     """Without the marker `engine`: diagnose needs no vLLM."""
-    assert exit_status(DEFAULT, "t1") == 0
+    words = "diagnose", "--model", TINY, "--group"
+    assert exit_status(main, [*words, "t1", DEFAULT]) == 0
     assert "=> parity" in capsys.readouterr().out
-    assert exit_status(DEFAULT, "t0.7") == 1
+    assert exit_status(main, [*words, "t0.7", DEFAULT]) == 1
     report = capsys.readouterr().out
     for part in ("t0.7: 4096 tokens", "\n*raw log-probabilities ", f"=> {RAW}. Repair: "):
         assert part in report
-    assert exit_status(str(DATA / "v0_0.8.5_bf16.npz"), "t0.7") == 1
+    assert exit_status(main, [*words, "t0.7", str(DATA / "v0_0.8.5_bf16.npz")]) == 1
     report = capsys.readouterr().out
     for part in ("\n raw log-probabilities ", "=> unexplained. ", "Not tested without earlier weights", "probe layers"):
         assert part in report

@@ -37,14 +37,13 @@ def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported(
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.engine
 def test_a_missing_tracker_is_refused_and_a_resumed_run_goes_on_in_one_run_of_it(good, tmp_path, monkeypatch, capsys):
     """With a module in place of wandb. The run is resumed before its first checkpoint, in another shell."""
     given, out = [], tmp_path / "mine"
     library = SimpleNamespace(
         init=lambda **options: given.append(json.loads(json.dumps(options))), finish=lambda: given.append("finished"),
         log=given.append, define_metric=lambda *names, **options: None, __spec__="is installed")  # fmt: skip
-    arguments = command(good, f"--steps 1 --probe-every 1 --tracker wandb --out {out}", *SMALL)
+    arguments = command(good, f"--engine transformers --steps 1 --probe-every 1 --tracker wandb --out {out}", *SMALL)
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "tracker must be installed, wandb is not: pip install wandb" in refusal(arguments, capsys)
     monkeypatch.setitem(sys.modules, "wandb", library)

@@ -71,7 +71,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 def test_an_option_that_cannot_work(good, line, capsys):
     options, complaint = line.split(" => ")
     assert complaint.format(root=good) in refusal(command(good, options), capsys)
-    assert not (good / "run").exists()
+    assert not [*good.glob("run/*")]
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):

@@ -9,7 +9,6 @@ import tyro
 from helpers import config_of
 
 from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
-from extras.masks import MaskedSampling
 from train import Config
 
 
@@ -79,10 +78,3 @@ def test_an_option_takes_the_ends_of_its_range_and_nothing_beyond(line):
             except ValueError as error:
                 said = str(error)
             assert said.startswith(f"{name} must be in [") != allowed, (name, value)
-
-
-# ------------------------------------------------------------------------------------------------ beside the groups
-def test_sampling_refuses_what_cannot_be_scored():
-    for name, value in dict(temperature=0.001, top_k=-1, presence_penalty=float("nan")).items():
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            MaskedSampling(**dict(temperature=1.0, max_new_tokens=8) | {name: value})

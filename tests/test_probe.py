@@ -193,6 +193,8 @@ MALFORMED = """"dtype": "float32" | "format": 2 | meta.format must be 1 (newer o
 [[4, 5]] | [] | g/tokens must have a row for each row of prompt_ids
 [[4, 5]] | [[4, 5.5]] | g/tokens, row 0 must be token ids, padded with -1 on the right
 -1.0 | NaN | g/logprobs, row 0 must have a finite number for each token
+0.7 | 0.001 | temperature must be in [0.01
+0.7 | 0.7, "presence_penalty": NaN | presence_penalty must be in [
 float32 | float64 | meta.dtype must be float32, bfloat16 or float16, got 'float64'"""
 
 

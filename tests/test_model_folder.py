@@ -151,9 +151,8 @@ def test_without_tokenizer_json_tokens_are_those_of_tokenizer_model(tmp_path):
 
 
 @pytest.mark.parametrize("options, old", TOKENIZERS["old_names"])
-def test_config_json_has_the_old_names_beside_the_new_ones(options, old, tmp_path, capsys):
+def test_config_json_has_the_old_names_beside_the_new_ones(options, old, tmp_path):
     exported(toy_tokenizer(), tmp_path, **options, dtype=torch.float32)
-    assert ("reads other tokens" in capsys.readouterr().out) == (options["model_type"] == "qwen2")
     written = read_json(tmp_path / "config.json")
     assert {name: written[name] for name in old} == old
     AutoConfig.from_pretrained(tmp_path)  # version 5 bears them, also where 4 does not know the class
@@ -192,7 +191,6 @@ def test_an_exported_folder_has_the_same_logits_and_tokens_in_both_versions(vers
         write_folder(model, tokenizer, tmp_path / name)
         add_old_names(tmp_path / name, tokenizer)
         written[str(tmp_path / name)] = outputs(model, tokenizer, TEXTS)
-        assert '"torch_dtype"' in (tmp_path / name / "config.json").read_text()
     script = READ.format(inspect.getsource(outputs), [*written], TEXTS, str(tmp_path / "seen.pt"))
     python("-c", script, folder=tmp_path, **{"PYTHONPATH": PLACE_OF_4} if version == "4" else {})
     seen = torch.load(tmp_path / "seen.pt")

@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import Process, get_context
 from pathlib import Path
-from subprocess import CompletedProcess, run
 from types import ModuleType
 from typing import Any
 
@@ -63,8 +63,6 @@ from verify.start import prepare_environment
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
-
-
 DATA = ROOT / "tests" / "data"
 
 
@@ -123,10 +121,11 @@ def run_script(name: str, *words: object) -> None:
     gc.collect()  # an engine of the page ends here
 
 
-def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: str) -> CompletedProcess:
+def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: str) -> subprocess.CompletedProcess:
     """A Python of its own in the folder. It must end with this status."""
-    done = run([sys.executable, *map(str, words)], cwd=folder, env=os.environ | environment, capture_output=True,
-               text=True, errors="replace", check=False, timeout=500)  # fmt: skip
+    program = [sys.executable, *map(str, words)]
+    done = subprocess.run(program, cwd=folder, env=os.environ | environment, capture_output=True, text=True,
+                          errors="replace", check=False, timeout=500)  # fmt: skip
     assert done.returncode == status, done.stderr
     return done
 

@@ -31,6 +31,7 @@ from helpers import (
     started,
 )
 from packaging import version
+from torch.overrides import TorchFunctionMode
 
 from engine_adapter import ParityFlags, Rollout
 from extras.prompts_once import policy_options
@@ -77,12 +78,14 @@ def test_trainer_and_engine_agree_where_vllm_patches_the_models_python_class(tmp
         assert process.exitcode == 0
 
 
-class InFloat64(Widened):
-    """What transformers computes in float32 too, such as norms and routers."""
+class InFloat64(TorchFunctionMode):
+    """What transformers computes in float32 too, such as norms."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function = torch.Tensor.double if function is torch.Tensor.float else function
-        return super().__torch_function__(function, types, args, kwargs)
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("name, device", [
@@ -111,7 +114,7 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
     graph = lambda logprobs: (logprobs, *torch.autograd.grad(  # noqa: E731
         logprobs, [*model.parameters()], weights, materialize_grads=True))  # fmt: skip
     model.get_input_embeddings().register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape))
-    with InFloat64(torch.float64):
+    with InFloat64():
         for options in ({}, policy_options(model)):
             policy = Policy(model, temperature=0.7, fp32_head=False, restrict=kept_sets, **options)
             policy = policy.changed(head=replace(policy.head, chunk_elements=96 * 20))

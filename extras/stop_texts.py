@@ -73,8 +73,10 @@ class StopTexts:
     def __call__(self, rollout: Any) -> bool:
         if rollout.token_ids[-1] not in self.completing:
             return False
-        text = self.tokenizer.decode(rollout.token_ids[-self.window :])
-        return any(stop in text for stop in self.texts)
+        # A run of tokens that are bytes has no text at all if it begins inside a character.
+        starts = range(-self.window - 3, 1 - self.window)
+        decoded = [self.tokenizer.decode(rollout.token_ids[start:]) for start in starts]
+        return any(stop in text for stop in self.texts for text in decoded)
 
 
 def before(stops: tuple[str, ...], text: str) -> str:

@@ -15,9 +15,18 @@ from pathlib import Path
 
 import pytest
 from gpu_path import RUNNER
-from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2, task_of  # before torch: it sets the number of threads
+from helpers import (  # before torch: it sets the number of threads
+    OWN_PROCESS,
+    PYTHON,
+    SHIFT,
+    TASK,
+    qwen2,
+    rewrite,
+    task_of,
+)
 from torch import cuda, manual_seed
 
+from rl import Policy
 from tasks import Task
 from tasks.toys import toy_tokenizer
 
@@ -101,8 +110,14 @@ def engine_folder(tmp_path_factory) -> str:
     traps = {"repetition_penalty": 1.8, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "min_p": 0.3, "eos_token_id": 50}
     root = tmp_path_factory.mktemp("engine")
     qwen2().save_pretrained(root)
-    (root / "generation_config.json").write_text(json.dumps(traps))
+    rewrite("generation_config.json", **traps)(root)
     return str(root)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    """With the weights of `engine_folder`."""
+    return Policy(qwen2())
 
 
 # ------------------------------------------------------------------------------------------------ a small run

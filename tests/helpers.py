@@ -9,11 +9,13 @@ import json
 import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +31,7 @@ import gpu_path  # noqa: F401  # before torch
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -48,8 +51,9 @@ from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.masks import collect_kept_sets
 from extras.rotary_table import give_one_table, with_one_table
+from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
-from rl import Batch, Policy, in_micro_batches, make_batch
+from rl import Batch, Policy, make_batch
 from tasks import Task
 from tasks.job import teach_toy
 from tasks.options import Options
@@ -59,13 +63,15 @@ from verify.start import prepare_environment
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
 
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-DESCRIBED = read_json(ROOT / "tests" / "data" / "classes.json")
+DESCRIBED = read_json(DATA / "classes.json")
+TINY = str(DATA / "tiny-qwen2")  # the model of the stored traces
 CLASSES = DESCRIBED["classes"]
 
 
@@ -115,6 +121,24 @@ def run_script(name: str, *words: object) -> None:
     gc.collect()  # an engine of the page ends here
 
 
+def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: str) -> subprocess.CompletedProcess:
+    """A Python of its own in the folder. It must end with this status."""
+    program = [sys.executable, *map(str, words)]
+    done = subprocess.run(program, cwd=folder, env=os.environ | environment, capture_output=True, text=True,
+                          errors="replace", check=False, timeout=500)  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def copied(folder: Path, *without: str) -> Path:
+    """All that a run needs, in a folder of its own, except for files and folders of these names."""
+    left_out = ".*", "docs", "tests", "runs", "exercises", "lab", *without
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    (folder / ".cache").symlink_to(ROOT / ".cache")
+    return folder
+
+
 # A fork of a process with several threads waits for ever in OpenMP, which waits for the threads.
 CHILD = get_context("fork" if os.environ["OMP_NUM_THREADS"] == "1" else "spawn")
 
@@ -129,13 +153,8 @@ def forked(function: Callable, *arguments) -> Process:
 
 def config_of(parity: ParityFlags | None = None, **options) -> Config:
     """From options by their own names, whatever their group."""
-    groups = {"parity": parity or ParityFlags()}
-    for group in fields(Config):
-        kind = group.default_factory
-        if is_dataclass(kind) and kind is not ParityFlags:
-            names = options.keys() & {option.name for option in fields(kind)}
-            groups[group.name] = kind(**{name: options.pop(name) for name in names})
-    return Config(**groups, **options)
+    assert options.keys() <= Config().flat().keys(), options
+    return Config.from_flat(options | {"parity": asdict(parity or ParityFlags())})
 
 
 def built(root: Path, out: Path, **options) -> Trainer:
@@ -145,6 +164,7 @@ def built(root: Path, out: Path, **options) -> Trainer:
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
     teach_toy(run.config.task, run.config.seed, run.config.model, run.config.data)
+    close_live_engine()
     parts = parts_of(run)
     policy = load_policy(run, parts)
     return begin(run, parts, policy, parts.engine_kind.start(run, policy, **parts.engine))
@@ -205,20 +225,11 @@ VERSIONED = {"further": {"enable_prefix_caching": True}, "cache_salt": str}  # a
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
-def minibatches_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 2**14, has_signal=None):
-    has_signal = torch.ones(len(batch.mask)) if has_signal is None else torch.tensor(has_signal)
-    return batch.minibatches(has_signal != 0, num_minibatches, micro_batch_tokens)
-
-
-def frozen_logprobs(policy: Policy, batch: Batch, minibatches: list[list[torch.Tensor]]) -> torch.Tensor:
-    """`policy.score` of the whole batch, in the micro-batches of `update`: (B, T)."""
-    return in_micro_batches(policy.score, batch, minibatches)["logprobs"]
-
-
+@torch.no_grad()
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    return replace(batch, old_logprobs=frozen_logprobs(at(policy, temperature), batch, minibatches_of(batch)))
+    return replace(batch, old_logprobs=at(policy, temperature).score(batch)["logprobs"])
 
 
 def at(policy: Policy, temperature: float) -> Policy:
@@ -353,6 +364,21 @@ def policy_of(
     return policy
 
 
+def stored(file: str) -> dict[str, Trace]:
+    """The groups of a trace in tests/data."""
+    return {trace.name: trace for trace in load_traces(str(DATA / f"{file}.npz"))}
+
+
+# ------------------------------------------------------------------------------------------------ tokenizers
+TOKENIZERS = read_json(DATA / "tokenizers.json")
+
+
+def published(form: str) -> Tokenizer:
+    """As in a tokenizer.json that somebody has published, with a small vocabulary. A token of "no text" is empty."""
+    parts = TOKENIZERS["forms"][form]
+    return Tokenizer.from_str(json.dumps(parts | {"model": TOKENIZERS["models"][parts["model"]]}))
+
+
 # ------------------------------------------------------------------------------------------------ a spoilt model folder
 def rewrite(name: str, **changes) -> Callable[[Path], None]:
     """Change a JSON file of the folder."""
@@ -400,13 +426,17 @@ def command(root: Path, options: str, *more: str) -> list[str]:
 SIXTEEN = torch.bfloat16 if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else torch.float16
 
 
+def exit_status(main: Callable, arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return stop.value.code
+
+
 def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
     """What the command (train.py, if not given) says on stderr as it refuses."""
     os.environ["COLUMNS"] = "999"  # tyro would break a long path
-    with pytest.raises(SystemExit) as stop:
-        (main or train.main)(arguments)
-    printed = capsys.readouterr()
-    assert stop.value.code == 2, printed
+    status, printed = exit_status(main or train.main, arguments), capsys.readouterr()
+    assert status == 2, printed
     assert "Traceback" not in printed.err
     assert "toy model" not in printed.out
     return re.sub(r"[╭╮╰╯│─\s]+", " ", printed.err)  # without the box that tyro draws around a message

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROUNDING, at, built, close_live_engine, command, qwen2, refusal, rewrite, tensors
+from helpers import ROUNDING, at, built, close_live_engine, command, policy_in, qwen2, refusal, rewrite, tensors
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -73,12 +73,14 @@ def test_a_run_starts_from_adapters_of_peft_and_leaves_some_that_peft_and_vllm_l
     to_first = [train_step(trainer, step).metrics["kl_ref"] for step in (1, 2, 3)]
     assert to_first[0] == 0 < to_first[2]  # the reference is the policy that PEFT has trained
     save_policy(trainer.run, policy.model, trainer.parts, out / "policy")
+    assert all(".lora_" in name for name in policy.trained())
     save_checkpoint(out, 3, trainer.state_dict())
     export.main([f"{out}/checkpoints/step_000003.pt"])
     saved = [load_file(out / name / "model.safetensors") for name in ("policy", "policy_000003")]
     assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
     last = policy.score(BATCH)["logprobs"].detach()
     assert (last - first).abs().max() > 100 * ROUNDING
+    assert (last - policy_in(out / "policy").score(BATCH)["logprobs"]).abs().max() < ROUNDING
     for load in of_peft, of_vllm:
         assert (last - load(model, out / "adapter")).abs().max() < ROUNDING
     tensors(lambda table: table.popitem()[1].add_(1), TENSORS)(begun)

@@ -189,7 +189,6 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
     with started(tmp_path, policy) as engine:
         assert engine.settings["canary"].endswith("nats (limit 1.5e-01)")
         assert "noise is NOT MEASURED, AssertionError('16 bits alone" in capsys.readouterr().out
-        engine.close()
 
 
 @pytest.mark.engine

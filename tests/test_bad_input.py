@@ -36,6 +36,9 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --block-size 32 --engine transformers => block_size must not be given with engine transformers
 --verify-loads 2 --engine transformers => verify_loads must not be given with engine transformers
 --chat-template-args [1] => must be a JSON object
+--stop= => stop must not contain an empty text
+--stop 7\\n => stop must be a text of the tokenizer, which has no 'n'
+--kv-cache-gib 4 --gpu-memory-gib 2.5 => into --gpu-memory-gib), got a computed peak of 5.5 of 2.5 GiB
 --engine transformers --parity.no-fp32-head => without fp32_head
 --lora-rank 4 --lora-forward added --tis token => the broken backend), got tis token without lora_forward
 --rollout-weights int8 --engine transformers => rollout_weights must be own with engine transformers
@@ -69,6 +72,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 def test_an_option_that_cannot_work(good, line, capsys):
     options, complaint = line.split(" => ")
     assert complaint.format(root=good) in refusal(command(good, options), capsys)
+    assert not [*good.glob("run/*")]
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):

@@ -5,31 +5,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import TINY, exit_status, refusal, stored
 
 from examples.record_vllm import weights_of
 from probe.__main__ import main
-from probe.traces import load_traces, save_trace
+from probe.traces import save_trace
 
-DATA = Path(__file__).parent / "data"
-MODEL = str(DATA / "tiny-qwen2")
 RAW = "semantics: raw log-probabilities"
 WRONG = "inference path: wrong requests among right ones"
 FIXED = "v1_0.18.1_fp32_fixes"
 
 
-def compare(before: Path, after: Path) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["compare", str(before), str(after), "--model", MODEL])
-    return stop.value.code
-
-
 def copy_of(path: Path, source: str, factor: str = "1", wrong: str = "0", **changes) -> Path:
     """8 rows of a stored trace, their reported values times a factor, which no hypothesis has, and some rows wrong."""
-    (trace,) = [each for each in load_traces(str(DATA / f"{source}.npz")) if each.name == "t0.7"]
+    trace = stored(source)["t0.7"]
     rollouts = [replace(rollout, logprobs=[float(factor) * value + 0.05 * (row < int(wrong))
                                            for value in rollout.logprobs])
                 for row, rollout in enumerate(trace.rollouts[:8])]  # fmt: skip
-    trace = replace(trace, rollouts=rollouts, meta=trace.meta | {"model": {"weights": weights_of(MODEL)}})
+    trace = replace(trace, rollouts=rollouts, meta=trace.meta | {"model": {"weights": weights_of(TINY)}})
     changed = {name: change(getattr(trace, name)) for name, change in changes.items()}
     save_trace(str(path), replace(trace, **changed))
     return path
@@ -52,7 +45,7 @@ v1_0.18.1_fp32_fixes 0.8 | v1_0.18.1_fp32_default | better | unexplained became 
 def test_the_second_trace_is_worse_better_or_unchanged(tmp_path, capsys, story):
     *traces, word, details = story.format(RAW=RAW, WRONG=WRONG).split(" | ")
     one, two = (copy_of(tmp_path / f"{name}.npz", *trace.split()) for name, trace in zip("ab", traces, strict=True))
-    assert compare(one, two) == int(word == "worse")
+    assert exit_status(main, ["compare", str(one), str(two), "--model", TINY]) == int(word == "worse")
     printed = capsys.readouterr().out
     assert re.search(f"=> {word}: " + ".*".join(map(re.escape, details.split("..."))), printed), printed
 
@@ -63,13 +56,9 @@ DIFFERENT = "of one workload, the prompts or the sampling of t0.7 differ"
 @pytest.mark.parametrize("changes, complaint", [
     ({"rollouts": lambda rollouts: rollouts[::-1]}, DIFFERENT),
     ({"meta": lambda meta: meta | {"model": {"weights": "b"}}},
-     f"model must be that of the trace, the weight files in {MODEL} are not those that it names"),
+     f"model must be that of the trace, the weight files in {TINY} are not those that it names"),
     ({"name": lambda name: "other"}, "the first has t0.7, the second other; try --group"),
 ])  # fmt: skip
 def test_traces_that_cannot_be_compared_are_refused_in_one_sentence(tmp_path, capsys, changes, complaint):
     before, after = copy_of(tmp_path / "one.npz", FIXED), copy_of(tmp_path / "two.npz", FIXED, **changes)
-    assert compare(before, after) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert complaint in error
-    assert error.count("\n") == 1
+    assert complaint in refusal(["compare", str(before), str(after), "--model", TINY], capsys, main)

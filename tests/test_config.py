@@ -10,7 +10,6 @@ import tyro
 from helpers import config_of
 
 from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
-from extras.masks import MaskedSampling
 from extras.variants import install
 from train import Config
 
@@ -21,7 +20,7 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
     assert tyro.cli(Config, args=words) == config
     flat = config.flat()
     assert config.given == {"lr", "eval_every"} and flat.keys() == config.defaults().keys() | {"parity"}
-    assert config_of(ParityFlags(**flat.pop("parity")), **flat) == config
+    assert Config.from_flat(flat) == config
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
@@ -47,8 +46,7 @@ def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_i
     monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, row])
     for fcfs, value in (True, "fcfs"), (False, "priority"):
         assert wanted_settings(Fork(fcfs=fcfs))["scheduling_policy"] == value
-    assert Fork(fcfs=False).off() == ["fcfs"]
-    config_of(Fork(), tis="token")
+    assert (Fork().off(), Fork(fcfs=False).off()) == ([], ["fcfs"])
 
 
 def test_added_adapters_are_a_fault_of_vllms_weights_alone():
@@ -87,10 +85,3 @@ def test_an_option_takes_the_ends_of_its_range_and_nothing_beyond(line):
             except ValueError as error:
                 said = str(error)
             assert said.startswith(f"{name} must be in [") != allowed, (name, value)
-
-
-# ------------------------------------------------------------------------------------------------ beside the groups
-def test_sampling_refuses_what_cannot_be_scored():
-    for name, value in dict(temperature=0.001, top_k=-1, presence_penalty=float("nan")).items():
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            MaskedSampling(**dict(temperature=1.0, max_new_tokens=8) | {name: value})

@@ -7,7 +7,7 @@ steps.
 
 import pytest
 import torch
-from helpers import PYTHON, built, close_live_engine
+from helpers import PYTHON, built
 
 from train import train_step
 
@@ -25,7 +25,6 @@ CASES = [pytest.param(backend, DTYPES[(i + j) % 3], options, marks=MARKS[backend
 @pytest.mark.parametrize("backend, dtype, options", CASES, ids=str)
 def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, dtype, options):
     (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
-    close_live_engine()
     trainer = built(good, tmp_path, task=str(tmp_path / "task.py"), lr=1e-4, lr_warmup_steps=0, max_new_tokens=6,
                           micro_batch_tokens=40, dtype=dtype, engine=backend,
                           kl_coef=0.05 if options else 0.0, **options)  # fmt: skip
@@ -38,4 +37,3 @@ def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, dtype, optio
             assert metrics["skipped_updates"] == 2
     assert trainer.engine.weight_version == (3 if options else 1)  # without a step there are no new weights
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.trained().items())
-    trainer.engine.close()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import at, built, close_live_engine
+from helpers import at, built
 from transformers import Qwen2ForCausalLM
 
 from engine_adapter import Engine, ParityFlags
@@ -20,12 +20,10 @@ NO_MASK, RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logprobs=
     dict(dtype="bfloat16", steps=0, num_prompts=999),  # more than there are problems
 ], ids=str)  # fmt: skip
 def test_the_stated_distribution_passes_under_its_name(good, tmp_path, capsys, options):
-    close_live_engine()
     trainer = built(good, tmp_path, **{"engine": "vllm", "temperature": 0.7} | options)
     parity, printed = options.get("parity"), capsys.readouterr().out
     assert of_trainer(trainer.policy)["temperature"] == (1.0 if parity == RAW else 0.7)
     assert printed.count(" differs from the stated distribution by ") == {NO_MASK: 1, RAW: 0}.get(parity, 2)
-    trainer.engine.close()
 
 
 @pytest.mark.parametrize("engine, fault", [("transformers", "operation"), ("vllm", "operation"), ("vllm", "scale")])
@@ -42,11 +40,8 @@ def test_a_head_that_the_trainer_does_not_reproduce_is_refused_by_name(good, tmp
         monkeypatch.setattr(Qwen2ForCausalLM, "forward", one_more)
     else:
         monkeypatch.setattr("rl.Head.scaled", lambda head, logits: logits * 1.5)
-    close_live_engine()
     with pytest.raises(ValueError, match="Qwen2ForCausalLM does more after its head than the trainer reproduces"):
         built(good, tmp_path, engine=engine)
-    if Engine.live:
-        Engine.live.close()
 
 
 @pytest.mark.parametrize("forgets, options, fix_off, named", [
@@ -69,8 +64,6 @@ def test_a_side_that_forgets_the_temperature_or_the_mask_is_refused(
         score = Policy.score
         monkeypatch.setattr(Policy, "score", lambda policy, batch, measures=(): score(
             at(policy, 1.0), batch, measures))  # fmt: skip
-    close_live_engine()
     parity = replace(ParityFlags(), **fix_off)
     with pytest.raises(AuditError, match=f"the {named}'s log-probabilities are not those of the stated distribution"):
         built(good, tmp_path, engine="vllm", parity=parity, **options)
-    Engine.live.close()

@@ -29,7 +29,7 @@ from helpers import (
 
 import engine_adapter
 import verify
-from engine_adapter import Engine, ParityFlags, Sampling, Source
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source
 from rl import Policy
 from tasks import Problem, Task, exact_match
 from verify import canary
@@ -51,9 +51,8 @@ def long_prompts(length: int) -> list[list[int]]:
 
 
 # ------------------------------------------------------------------------------------------------ fixes off
-def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
+def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder, policy):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
-    policy = Policy(qwen2())
     with started(engine_folder, policy, ParityFlags(uncached_runtime=False)) as engine:
         check_settings(engine, enable_prefix_caching=True, async_scheduling=True)
         assert canary.length(engine) == canary.PROMPT_TOKENS  # it would read stale blocks
@@ -64,8 +63,7 @@ def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
         assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] > 0.01
 
 
-def test_without_processed_logprobs_only_temperature_1_agrees(engine_folder):
-    policy = Policy(qwen2())
+def test_without_processed_logprobs_only_temperature_1_agrees(engine_folder, policy):
     with started(engine_folder, policy, ParityFlags(processed_logprobs=False)) as engine:
         check_settings(engine, logprobs_mode="raw_logprobs")
         assert mismatch(policy, engine)["mismatch_abs_mean"] > 0.05
@@ -87,8 +85,8 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one(engine_folder):
 
 
 # ------------------------------------------------------------------------------------------------ one engine at parity
-def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder):
-    with started(engine_folder, Policy(qwen2())) as engine:
+def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder, policy):
+    with started(engine_folder, policy) as engine:
         check_settings(engine)
         sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
         sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
@@ -103,9 +101,9 @@ def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder):
         sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
 
 
-def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folder):
+def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folder, policy):
     """The model's generation_config.json asks for penalties, masks, another temperature and another stop token."""
-    policy, stops = Policy(qwen2()), Sampling(0.7, 30, tuple(range(2, 40)))
+    stops = Sampling(0.7, 30, tuple(range(2, 40)))
     with started(engine_folder, policy) as engine:
         rollouts = engine.generate(PROMPTS, 4, stops, SEEDS)
         assert floors_of(policy, rollouts, 0.7) < AT_PARITY
@@ -118,8 +116,10 @@ def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_en
             assert rollout.versions == [engine.weight_version] * len(rollout.token_ids)
 
 
-def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_runs_seed_and_its_step_do(engine_folder):
-    policy, tokens = Policy(qwen2()), lambda rollouts: [r.token_ids for r in rollouts]
+def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_runs_seed_and_its_step_do(engine_folder, policy):
+    def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+        return [rollout.token_ids for rollout in rollouts]
+
     with started(engine_folder, policy) as engine:
         first = tokens(engine.generate(PROMPTS, 3, WARM, SEEDS))
         assert tokens(engine.generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])) == first[5:6]  # sample 2 of prompt 1
@@ -131,8 +131,8 @@ def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_runs_seed_and_
 
 
 # ------------------------------------------------------------------------------------------------ weight load
-def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it_was(engine_folder):
-    policy, name = Policy(qwen2()), "model.layers.1.self_attn.k_proj.weight"
+def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it_was(engine_folder, policy):
+    name = "model.layers.1.self_attn.k_proj.weight"
     with started(engine_folder, policy) as engine:
         version, weights = engine.weight_version, policy.weights()
         with pytest.raises(WeightLoadError, match=f"missing or unknown are {name}, unknown$"):
@@ -145,17 +145,16 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
             with pytest.raises(EngineStateError, match="this one is broken"):
                 engine.generate(PROMPTS, 1, WARM, SEEDS)
             engine.state = "ready"  # the test alone may go on with this engine
-        engine.close()
+    close_live_engine()
 
 
 BLOCK = 32  # the CPU build's smallest
 
 
-def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folder):
+def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folder, policy):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
     endless = replace(WARM, stop_token_ids=())
     prompts, options = long_prompts(3 * BLOCK + 5), VERSIONED | dict(block_size=BLOCK, max_num_seqs=4)
-    policy = Policy(qwen2())
     with started(engine_folder, policy, in_flight=True, **options) as engine:
         check_settings(engine, enable_prefix_caching=True)
         assert canary.length(engine) == BLOCK + 1
@@ -175,9 +174,8 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
 
 
 # ------------------------------------------------------------------------------------------------ states
-def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, monkeypatch):
+def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, monkeypatch, policy):
     """vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
-    policy = Policy(qwen2())
     sample, load = lambda: engine.generate(PROMPTS, 1, WARM, SEEDS), lambda: load_into(engine, policy)
     close_live_engine()
     monkeypatch.setattr(gc, "freeze", helpers.freeze)  # as on a GPU, where helpers.py leaves them alone
@@ -200,9 +198,10 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
     assert all(reference() is None for reference in held)
 
 
-def test_an_answer_that_vllm_ends_with_another_reason_such_as_an_error_stops_the_run(engine_folder, monkeypatch):
+def test_an_answer_that_vllm_ends_with_another_reason_such_as_an_error_stops_the_run(
+        engine_folder, monkeypatch, policy):
     assert "error" not in engine_adapter.FINISH_REASONS
-    with started(engine_folder, Policy(qwen2())) as engine:
+    with started(engine_folder, policy) as engine:
         monkeypatch.setattr(engine_adapter, "FINISH_REASONS", ())
         with pytest.raises(RuntimeError, match=r"vLLM ended a request with (stop|length)"):
             engine.generate(PROMPTS, 1, WARM)

@@ -1,16 +1,11 @@
 """Each extra can be taken away, and no core file has a word of one."""
 
 import ast
-import json
 import re
-import shutil
-import subprocess
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, command, copied, python, timeless
 
 import extras
 from extras import transformers_engine
@@ -21,47 +16,33 @@ OPTIONS = {name: {option.name for option in fields(file.Options)} if hasattr(fil
            for name, file in extras.FILES.items()}  # fmt: skip
 
 
-def copied(folder: Path, without: list[str]) -> Path:
-    """All that a run needs except for these files of extras/."""
-    shutil.copytree(ROOT, folder, ignore=lambda path, names: [name for name in names if name.startswith(".")
-                    or (Path(path) == ROOT and name in ("docs", "tests", "runs", "examples", "exercises", "lab"))])
-    for name in without:
-        (folder / "extras" / f"{name}.py").unlink()
-    (ROOT / ".cache").mkdir(exist_ok=True)
-    (folder / ".cache").symlink_to(ROOT / ".cache")
-    return folder
-
-
-def run(folder: Path, *words: str) -> list[dict]:
-    """The rows of metrics.jsonl without seconds and memory."""
-    job = f"train.py --steps 1 --num-prompts 16 --eval-problems 8 --out {folder}/run".split()
-    subprocess.run([sys.executable, *job, *words], cwd=folder, check=True, capture_output=True)
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in row.items() if not name.endswith(("_s", "_gib"))} for row in rows]
-
-
-# In processes forked from one that has imported what takes time: a line of option names without each file.
+# In processes forked from one that has imported what takes time: without each file a line of option names, and a step.
 WITHOUT_EACH = """
 import os, sys
 import torch, tyro
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 sys.path.insert(0, ".")
+sys.modules["matplotlib"] = None  # a picture takes longer than the step
 for name in sys.argv[1:]:
-    path = f"extras/{name}.py"
+    path = "extras/" + name + ".py"
     os.rename(path, "away")
     if os.fork() == 0:
         import train
         tyro.extras.get_parser(train.Config).format_help()
         print(*train.Config().flat(), flush=True)
+        sys.stdout = sys.stderr
+        if name != "transformers_engine":
+            train.main((os.environ["JOB"] + name).split())
         os._exit(0)
     assert os.wait()[1] == 0, name
     os.rename("away", path)
 """
 
 
-def test_without_the_file_of_an_extra_the_command_has_none_of_its_options(tmp_path):
-    folder = copied(tmp_path / "copy", [])
-    program = [sys.executable, "-c", WITHOUT_EACH, *OPTIONS]
-    found = subprocess.run(program, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()
+def test_without_the_file_of_an_extra_the_command_has_none_of_its_options_and_the_job_runs(good, tmp_path):
+    folder = copied(tmp_path / "copy")
+    job = " ".join(command(good, "--engine transformers --steps 1 --eval-problems 2 --out run/"))
+    found = python("-c", WITHOUT_EACH, *OPTIONS, folder=folder, JOB=job).stdout.splitlines()
     everything = {*Config().flat()}
     for (name, options), line in zip(OPTIONS.items(), found, strict=True):
         assert everything - {*line.split()} == options, name
@@ -70,18 +51,13 @@ def test_without_the_file_of_an_extra_the_command_has_none_of_its_options(tmp_pa
 @pytest.mark.engine
 def test_the_core_runs_alone_and_computes_what_it_computes_with_all_extras(tmp_path):
     """Three steps of the default job, row by row: only an extra computes a prompt once for its group."""
-    alone = copied(tmp_path / "copy", [path.stem for path in ROOT.glob("extras/*.py") if path.stem != "__init__"])
-    for room in ("probe", "grpo.py"):
-        (shutil.rmtree if (alone / room).is_dir() else Path.unlink)(alone / room)
-    steps = "--steps", "3"
-    whole = run(copied(tmp_path / "whole", []), *steps, "--no-prompts-once")
-    assert run(alone, *steps) == whole and len(whole) == 4
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("name", ["lora", "inflight", "rounded_weights", "resume", "transformers_engine"])
-def test_without_the_file_of_an_extra_the_job_runs(name, tmp_path):
-    assert len(run(copied(tmp_path / "copy", [name]))) == 2
+    of_extras = {path.name for path in ROOT.glob("extras/*.py")} - {"__init__.py"}
+    alone = copied(tmp_path / "copy", "examples", "probe", "grpo.py", *of_extras)
+    for folder, more in (alone, ""), (copied(tmp_path / "whole"), "--no-prompts-once"):
+        job = f"train.py --steps 3 --num-prompts 16 --eval-problems 8 --out run {more}"
+        python(*job.split(), folder=folder)
+    assert timeless(alone / "run") == timeless(tmp_path / "whole" / "run")
+    assert len(timeless(alone / "run")) == 4
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -102,19 +78,18 @@ def test_the_option_of_the_page_is_one_file_and_one_line(tmp_path):
     """It says its rule, and prints what it promises."""
     page = (ROOT / "docs" / "fork.md").read_text()
     code = re.search(r"```python\n# extras/show_responses.py\n(.*?)```", page, re.S)[1]
-    folder = copied(tmp_path / "copy", [])
+    folder = copied(tmp_path / "copy")
     (folder / "extras" / "show_responses.py").write_text(code)
     names = folder / "extras" / "__init__.py"
     names.write_text(names.read_text().replace("NAMES = (", 'NAMES = ("show_responses",'))
-    words = [sys.executable, "train.py", "--engine", "transformers", "--steps", "1", "--num-prompts", "2",
-             "--group-size", "2", "--eval-problems", "2", "--out", "run", "--show-responses"]  # fmt: skip
-    refused, done = (subprocess.run([*words, number], cwd=folder, capture_output=True, text=True, check=False)
-                     for number in "52")  # fmt: skip
+    job = f"--engine transformers --steps 1 --num-prompts 2 --group-size 2 --eval-problems 2 --out {folder}/run"
+    refused, done = (python("train.py", *job.split(), "--show-responses", number, folder=folder, status=status)
+                     for number, status in ((5, 2), (2, 0)))
     said = " ".join(refused.stderr.replace("│", " ").split())
     assert "show_responses must be 0 to num_prompts * group_size, got 5" in said
     lines = done.stdout.splitlines()
     before = lines[: next(place for place, line in enumerate(lines) if line.startswith("step   1/1"))]
-    assert done.returncode == 0 and all(line.isdigit() for line in before[-3:-1])
+    assert all(line.isdigit() for line in before[-3:-1])
 
 
 def test_a_rule_about_another_option_names_one_that_exists_and_no_group_has_the_name_of_an_option():
@@ -133,10 +108,9 @@ def test_a_rule_about_another_option_names_one_that_exists_and_no_group_has_the_
 
 def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
     """A hook under another name, a part that is none, one that two options replace, a list that is lost."""
-    folder = copied(tmp_path / "copy", [])
+    folder = copied(tmp_path / "copy")
     (folder / "extras" / "tracker.py").write_text("def instal(run, options, parts):\n    pass\n")
-    words = [sys.executable, "train.py", "--help"]
-    said = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False).stderr
+    said = python("train.py", "--help", folder=folder, status=1).stderr
     assert "instal of extras.tracker has options but is no hook" in said
     parts = extras.OneOwner()
     parts.source, parts.writers = "usual", []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, close_live_engine
+from helpers import ROOT, ROUNDING, close_live_engine, copied
 
 from objectives import group_advantages
 
@@ -72,17 +72,11 @@ def check_kl_in_reward(done):
 @contextmanager
 def fork(name: str, folder: Path) -> Iterator[None]:
     """The product's files with the patch applied, in place of those that this process has imported."""
-    rooms = [*ROOT.glob("*.py"), *(ROOT / each for each in ("tasks", "verify", "report", "extras", "examples"))]
-    for room in rooms:
-        copy = shutil.copytree if room.is_dir() else shutil.copy
-        copy(room, folder / room.name)
-    (ROOT / ".cache").mkdir(exist_ok=True)
-    (folder / ".cache").symlink_to(ROOT / ".cache")
+    names = {path.stem for path in copied(folder).iterdir()}
     patch = (ROOT / "examples" / "forks" / f"{name}.patch").read_bytes()
     subprocess.run(["patch", "--strip", "1", "--fuzz", "0"], cwd=folder, input=patch, check=True, capture_output=True)
 
     def imported() -> dict[str, object]:
-        names = {room.stem for room in rooms}
         return {each: sys.modules.pop(each) for each in list(sys.modules) if each.partition(".")[0] in names}
 
     close_live_engine()
@@ -99,7 +93,7 @@ def fork(name: str, folder: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_fork_does_what_its_paper_says(name, tmp_path):
-    with fork(name, tmp_path):
+    with fork(name, tmp_path / "fork"):
         import train
 
         step, steps = train.train_step, []
@@ -118,7 +112,7 @@ def test_a_fork_does_what_its_paper_says(name, tmp_path):
 def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch):
     """A ratio of 1.25 passes the upper bound, one of 1.3 and one of 0.75 do not; the second pass has moved."""
     monkeypatch.chdir(tmp_path)
-    with fork("page_clip_higher", tmp_path):
+    with fork("page_clip_higher", tmp_path / "fork"):
         import grpo
         from tasks.toys import write_page
 

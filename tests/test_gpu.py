@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, command, read_json, rows
+from helpers import ROOT, command, python, read_json, rows
 
 from lab import study
 from lab.models import write_model
@@ -16,16 +14,12 @@ from rl import Folder
 from tasks.toys import digits, example
 
 
-def run(*words: str) -> None:
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=300)
-
-
 @pytest.mark.gpu
 @pytest.mark.engine
 def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise(good):
     options = ("--dtype bfloat16 --steps 2 --max-new-tokens 16 --kv-cache-gib 1 --offload-optimizer"
                " --gradient-checkpointing --self-noise-every 1 --out {root}/gpu")  # fmt: skip
-    run("train.py", *command(good, options))
+    python("train.py", *command(good, options))
     steps = rows(good / "gpu")[1:]
     assert len(steps) == 2
     assert all(0 < step["mismatch_abs_mean"] < 3 * step["self_noise_abs_mean"] for step in steps)
@@ -36,7 +30,7 @@ def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_t
 @pytest.mark.engine
 def test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error(good, tmp_path):
     size = "--num-prompts 4 --max-new-tokens 8 --kv-cache-gib 2"
-    run(*f"-m lab.study gpu --cells parity --steps 3 --out {tmp_path}".split(),
+    python(*f"-m lab.study gpu --cells parity --steps 3 --out {tmp_path}".split(),
         f"--train-args=--model {good / 'model'} {size}")  # fmt: skip
     measured = read_json(tmp_path / "gpu.json")["cells"]["parity"]["metrics"]
     assert measured["freed"][0] > 1.9
@@ -116,11 +110,9 @@ def test_a_run_that_hangs_dies_raises_or_fills_the_disk_costs_itself_alone_and_t
     """7 seconds: the second run may take 1.8 of them, and the sixth all that are left."""
     (tmp_path / "planted.py").write_text(PROGRAM)
     (tmp_path / "driver.py").write_text(DRIVER)
-    words = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "out")]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
-    # After each run that made a step, except the first.
-    assert printed.count("    reward, last 5 steps 0.50; ") == 4
+    path = f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"
+    printed = python(tmp_path / "driver.py", tmp_path / "out", PYTHONPATH=path).stdout
+    assert printed.count("    reward, last 5 steps 0.50; ") == 4  # after each run that made a step, except the first
     assert printed.count("    the record was NOT WRITTEN: OSError: [Errno 28] planted") == 1
     record = read_json(tmp_path / "out" / "gpu.json")
     assert {name: cell["metrics"]["reward"][0] for name, cell in record["cells"].items()} == dict.fromkeys(

@@ -49,7 +49,6 @@ def rows_of_core(job: dict) -> list[dict]:
         metrics, _, batch, _ = train.train_step(trainer, step)
         rows.append(metrics | {"tokens": [rollout.token_ids for rollout in batch.rollouts]})
     rows[-1]["held_out"] = train.evaluate(trainer, step)["eval_reward_greedy"]
-    trainer.engine.close()
     return rows
 
 

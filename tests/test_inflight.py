@@ -242,10 +242,9 @@ def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is
         assert all(len(rollout.token_ids) == 120 for rollout in rollouts)
 
 
-def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engine_folder, monkeypatch):
+def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engine_folder, monkeypatch, policy):
     """As with model runner V2, which a GPU has. A scheduler that gave all places away would find none free there."""
     monkeypatch.setattr("extras.inflight.keeps_places", lambda runner: True)
-    policy = Policy(qwen2())
     with started(engine_folder, policy, in_flight=True, max_num_seqs=8) as engine:
         held = engine.submit([5, 6, 7], 10, Sampling(1.0, 60), 0)
         engine.step()

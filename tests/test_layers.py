@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import SIXTEEN, close_live_engine, drawn_ids, policy_in, policy_of, small_model, started
+from helpers import SIXTEEN, close_live_engine, drawn_ids, exit_status, policy_in, policy_of, small_model, started
 
 import verify
 from probe.__main__ import main
@@ -96,9 +96,7 @@ def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(tmp_
     """A difference that nobody planted: vLLM's class does not read `use_parallel_residual`."""
     close_live_engine()
     small_model("StableLm", use_parallel_residual=True).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(f"layers --model {tmp_path} --max-new-tokens 20".split())
-    assert stop.value.code == 1
+    assert exit_status(main, f"layers --model {tmp_path} --max-new-tokens 20".split()) == 1
     *rows, last = capsys.readouterr().out.splitlines()
     first, *_ = [row for row in rows if row.endswith("*")]
     assert first.startswith("layer 0, input of MLP ")

@@ -2,11 +2,9 @@
 
 import ast
 import re
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, python
 
 # What a file or a folder may import of ours at its top.
 MAY_IMPORT = {
@@ -52,4 +50,4 @@ def test_the_page_has_at_most_300_lines_and_a_copy_of_it_needs_the_proof_alone(t
     assert re.findall(r"^ *(?:from|import) +(?:verify|report)\b.*?import", page, re.M) == ["from verify.proof import"]
     (tmp_path / "verify").mkdir()
     (tmp_path / "verify" / "proof.py").write_text(proof)
-    subprocess.run([sys.executable, "-c", "from verify.proof import differing"], cwd=tmp_path, check=True)
+    python("-c", "from verify.proof import differing", folder=tmp_path)

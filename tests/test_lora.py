@@ -1,20 +1,18 @@
-"""Adapters (--lora-rank): identities, gradients, and a run with its checkpoint and its export.
+"""Adapters (--lora-rank): identities and gradients.
 
-Loads, and models that are refused, are in test_rounded_weights.py.
+Loads, and models that are refused, are in test_rounded_weights.py, a resumed run in test_resume.py, and what a run
+saves in test_adapter_folder.py.
 """
 
 from copy import deepcopy
 
 import pytest
 import torch
-from helpers import RECURRENT, at, built, qwen2, small_model
-from transformers import AutoModelForCausalLM
+from helpers import RECURRENT, at, qwen2, small_model
 
 from engine_adapter import Rollout
 from extras.lora import Adapters, Options
-from report.files import save_policy
-from rl import Policy, make_batch
-from train import train_step
+from rl import Optimizer, Policy, make_batch
 
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
 logprobs = lambda policy: at(policy, 0.7).score(BATCH)["logprobs"]  # noqa: E731
@@ -32,7 +30,6 @@ def grow(policy: Policy) -> None:
         layer.lora_B.copy_(b * 0.05 * layer.weight.float().norm() / (layer.scale * b @ layer.lora_A).norm())
 
 
-# ------------------------------------------------------------------------------------------------ identities
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("forward", ["merged", "added"])
 def test_adapters_at_their_start_are_the_base_bit_by_bit_also_as_kl_reference(dtype, forward):
@@ -40,6 +37,7 @@ def test_adapters_at_their_start_are_the_base_bit_by_bit_also_as_kl_reference(dt
     policy = adapted(qwen2(tied=False, dtype=dtype), lora_forward=forward)
     reference = policy.copied_weights()
     assert torch.equal(logprobs(policy), expected)
+    assert Optimizer(policy.model).scaler.is_enabled() == (dtype == torch.float16)  # the adapters are in float32
     # Each is merged when a load asks for it: this needs memory for a layer, and not for a second model.
     assert sum(map(callable, policy.weights().data.values())) == 14
     grow(policy)
@@ -68,28 +66,3 @@ def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradien
             error = (found - expected).norm() / expected.norm()
             assert error < (1e-5 if dtype == torch.float32 else 4e-2)  # dW is rounded to 16 bits
     assert policy.head.weight.grad is None
-
-
-# ------------------------------------------------------------------------------------------------ a run
-def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_model(good, tmp_path):
-    whole, resumed = (
-        built(good, tmp_path / out, task=str(good / "task.py"), lora_rank=4, dtype="float16", kl_coef=0.1,
-              gradient_checkpointing=True, max_new_tokens=4, lr=1e-2, group_size=8, num_minibatches=1, temperature=2.0)
-        for out in ("whole", "resumed"))  # fmt: skip
-    train_step(whole, 1)
-    saved = deepcopy(whole.state_dict())
-    assert all(".lora_" in name for name in saved["policy"])
-    assert saved["optimizer"]["scaler"]["scale"] > 1  # float16 is scaled, although the adapters are in float32
-    resumed.load_state_dict(saved)
-    for trainer in (whole, resumed):
-        assert train_step(trainer, 2).metrics["kl_ref"] > 0  # the reference is the first policy
-    adapters = whole.policy.copied_weights()
-    assert all(torch.equal(adapters[name], tensor) for name, tensor in resumed.policy.trained().items())
-    save_policy(whole.run, whole.policy.model, whole.parts, whole.run.out / "policy")
-    exported, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16).state_dict()
-                      for path in (tmp_path / "whole" / "policy", good / "model"))  # fmt: skip
-    assert exported.keys() == base.keys()
-    for name, tensor in base.items():
-        a, b = (adapters.get(name.replace("weight", each)) for each in ("lora_A", "lora_B"))
-        expected = tensor if a is None else (tensor.float() + 32 / 4 * b @ a).half()
-        assert torch.allclose(exported[name], expected, atol=1e-7, rtol=2**-10)  # another order of the product

@@ -1,6 +1,5 @@
 """A model's folder: tokenizer, stop tokens, export. And what a toy is taught."""
 
-import json
 import math
 import os
 import shutil
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import config_of, qwen2, read_json, small_model
+from helpers import config_of, qwen2, read_json, rewrite, small_model
 from safetensors.torch import load_file, save_file
 
 import extras
@@ -56,9 +55,9 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good,
     folder = shutil.copytree(good / "model", tmp_path / "model")
     text = read_json(folder / "config.json") | {"eos_token_id": 7}
     multimodal = {"model_type": "gemma3", "text_config": text, "eos_token_id": 5}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    rewrite("generation_config.json", eos_token_id=8)(folder)
     for changes, stop in (({"eos_token_id": [5, 6]}, (EOS, 5, 6, 8)), (multimodal, (EOS, 5, 7, 8))):
-        (folder / "config.json").write_text(json.dumps(text | changes))
+        rewrite("config.json", **changes)(folder)
         assert describe_model(str(folder), lambda path: extras.folder(path).config())[2] == stop
 
 

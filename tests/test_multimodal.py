@@ -1,12 +1,10 @@
 """Folders of multimodal models as the hubs have them: their text is trained, sampled and exported."""
 
-import json
 import re
 
 import pytest
 import torch
-from helpers import MULTIMODAL, PYTHON, ROUNDING, dtypes_of, read_json, rows_of_run, small_model
-from safetensors.torch import load_file, save_file
+from helpers import MULTIMODAL, PYTHON, ROUNDING, dtypes_of, read_json, rewrite, rows_of_run, small_model, tensors
 from transformers import AutoModelForCausalLM
 
 import extras
@@ -43,11 +41,10 @@ def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model
 
 def test_a_text_model_without_its_head_or_with_two_tensors_of_one_name_is_refused(tmp_path):
     small_model("Mistral3").save_pretrained(tmp_path)
-    table = load_file(tmp_path / "model.safetensors")
-    for change, complaint in (({"model.norm.weight": torch.zeros(64)}, "it has two of model.norm.weight"),
-                              ({"language_model.lm_head.weight": None}, r"missing \['lm_head.weight'\]")):  # fmt: skip
-        changed = {name: tensor for name, tensor in (table | change).items() if tensor is not None}
-        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+    add, remove = {"model.norm.weight": torch.zeros(64)}, ("model.norm.weight", "language_model.lm_head.weight")
+    for change, complaint in ((lambda table: table.update(add), "it has two of model.norm.weight"),
+                              (lambda table: [*map(table.pop, remove)], r"missing \['lm_head.weight'\]")):  # fmt: skip
+        tensors(change)(tmp_path)
         with pytest.raises(ValueError, match=complaint):
             extras.folder(str(tmp_path)).load(torch.float32)
 
@@ -60,7 +57,6 @@ def test_head_and_embedding_are_tied_if_both_configurations_say_so_or_there_is_n
     head, whole, text, tied, tmp_path
 ):
     small_model("Mistral3", not head).save_pretrained(tmp_path)
-    config = read_json(tmp_path / "config.json") | {"tie_word_embeddings": whole}
-    config["text_config"]["tie_word_embeddings"] = text
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    of_text = read_json(tmp_path / "config.json")["text_config"] | {"tie_word_embeddings": text}
+    rewrite("config.json", tie_word_embeddings=whole, text_config=of_text)(tmp_path)
     assert extras.folder(str(tmp_path)).config().tie_word_embeddings is tied

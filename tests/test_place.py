@@ -5,22 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, SMALL, command, refusal, train_here
+from helpers import DATA, ROOT, SMALL, command, exit_status, refusal, rewrite, train_here
 
 from probe.__main__ import main
 from probe.place import METRICS, ROWS
-
-DATA = ROOT / "tests" / "data"
 
 
 def place(capsys, log: Path, *dtype: str) -> tuple[int, dict[str, str]]:
     """The exit status, and what is printed of each metric."""
     capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["place", str(log), *(f"--dtype={each}" for each in dtype)])
+    status = exit_status(main, ["place", str(log), *(f"--dtype={each}" for each in dtype)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("next: python -m probe diagnose ")
-    return stop.value.code, dict(line.split(": ", 1) for line in lines[:-2])
+    return status, dict(line.split(": ", 1) for line in lines[:-2])
 
 
 @pytest.mark.parametrize("name, status, placed", [
@@ -36,9 +33,8 @@ def test_a_log_of_trl_is_placed(capsys, name, status, placed):
     assert ratio.endswith("not comparable: after TRL's mask or cap")
 
 
-@pytest.mark.engine
 def test_a_run_at_parity_is_normal(capsys, good, tmp_path):
-    train_here(command(good, f"--out {tmp_path} --steps 2", *SMALL))
+    train_here(command(good, f"--out {tmp_path} --steps 2 --engine transformers", *SMALL))
     log = tmp_path / "metrics.jsonl"
     status, metrics = place(capsys, log)  # config.json names the dtype
     assert (status, list(metrics)) == (0, [each for each in METRICS if each.startswith("current_")])
@@ -50,7 +46,7 @@ def test_a_run_at_parity_is_normal(capsys, good, tmp_path):
 def test_a_log_without_a_known_dtype_is_refused(capsys, tmp_path, beside):
     log = write_log(tmp_path, {"current_mismatch_kl": 1e-5})
     if beside:
-        (tmp_path / "config.json").write_text(json.dumps(beside))
+        rewrite("config.json", **beside)(tmp_path)
     assert "error: dtype must be given (no config.json of train.py is " in refusal(["place", str(log)], capsys, main)
     assert place(capsys, log, "bfloat16")[0] == 0
 

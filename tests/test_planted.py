@@ -84,7 +84,6 @@ def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, 
         refused = pytest.raises((WeightLoadError, EngineStateError), match=report) if report else nullcontext()
         with refused:
             load_into(engine, policy)
-        engine.close()
 
 
 GPU = [pytest.mark.gpu, pytest.mark.own_process]
@@ -102,4 +101,3 @@ def test_undefined_pages_and_recurrent_states_change_no_value(tmp_path, name, by
             for part in [cache] if isinstance(cache, torch.Tensor) else cache:
                 part.view(torch.uint8).fill_(byte)
         assert mismatch(policy, engine, WARM, MATRIX_PROMPTS)["mismatch_abs_mean"] < 1e-3
-        engine.close()

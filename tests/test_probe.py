@@ -8,7 +8,20 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import SIXTEEN, config_of, drawn_ids, move, policy_in, qwen2, refusal, started
+from helpers import (
+    DATA,
+    SIXTEEN,
+    TINY,
+    config_of,
+    drawn_ids,
+    exit_status,
+    move,
+    policy_in,
+    qwen2,
+    refusal,
+    started,
+    stored,
+)
 
 import verify
 from engine_adapter import ParityFlags
@@ -22,8 +35,7 @@ from probe.search import Pass, Probe, Readout
 from probe.traces import Trace, load_traces
 from rl import Policy
 
-DATA = Path(__file__).parent / "data"
-MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.npz")
+DEFAULT = str(DATA / "v1_0.32.0_fp32_default.npz")
 
 # By faults that are planted, the causes to be named.
 RAW = "semantics: raw log-probabilities"
@@ -43,12 +55,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Policy]:
-    return {name: policy_in(MODEL, getattr(torch, name)) for name in ("float32", "bfloat16")}
-
-
-def stored(file: str) -> dict[str, Trace]:
-    """The groups of a trace in tests/data."""
-    return {trace.name: trace for trace in load_traces(str(DATA / f"{file}.npz"))}
+    return {name: policy_in(TINY, getattr(torch, name)) for name in ("float32", "bfloat16")}
 
 
 # ------------------------------------------------------------------------------------------------ stored traces
@@ -186,6 +193,8 @@ MALFORMED = """"dtype": "float32" | "format": 2 | meta.format must be 1 (newer o
 [[4, 5]] | [] | g/tokens must have a row for each row of prompt_ids
 [[4, 5]] | [[4, 5.5]] | g/tokens, row 0 must be token ids, padded with -1 on the right
 -1.0 | NaN | g/logprobs, row 0 must have a finite number for each token
+0.7 | 0.001 | temperature must be in [0.01
+0.7 | 0.7, "presence_penalty": NaN | presence_penalty must be in [
 float32 | float64 | meta.dtype must be float32, bfloat16 or float16, got 'float64'"""
 
 
@@ -198,21 +207,16 @@ def test_the_error_of_a_malformed_trace_names_the_field(tmp_path, line):
         load_traces(str(path))
 
 
-def exit_status(trace: str, group: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["diagnose", "--model", MODEL, trace, "--group", group])
-    return stop.value.code
-
-
 def test_exit_status_is_1_for_a_mismatch_and_the_report_names_the_cause_or_the_next_command(capsys):
     """Without the marker `engine`: diagnose needs no vLLM."""
-    assert exit_status(DEFAULT, "t1") == 0
+    words = "diagnose", "--model", TINY, "--group"
+    assert exit_status(main, [*words, "t1", DEFAULT]) == 0
     assert "=> parity" in capsys.readouterr().out
-    assert exit_status(DEFAULT, "t0.7") == 1
+    assert exit_status(main, [*words, "t0.7", DEFAULT]) == 1
     report = capsys.readouterr().out
     for part in ("t0.7: 4096 tokens", "\n*raw log-probabilities ", f"=> {RAW}. Repair: "):
         assert part in report
-    assert exit_status(str(DATA / "v0_0.8.5_bf16.npz"), "t0.7") == 1
+    assert exit_status(main, [*words, "t0.7", str(DATA / "v0_0.8.5_bf16.npz")]) == 1
     report = capsys.readouterr().out
     for part in ("\n raw log-probabilities ", "=> unexplained. ", "Not tested without earlier weights", "probe layers"):
         assert part in report
@@ -226,7 +230,7 @@ def test_exit_status_is_1_for_a_mismatch_and_the_report_names_the_cause_or_the_n
 ])  # fmt: skip
 def test_bad_input_is_refused_by_name_before_vllm_starts(tmp_path, capsys, arguments, complaint):
     numpy.savez(tmp_path / "trace.npz", meta=numpy.array("{}"))
-    words = [word.format(root=tmp_path, model=MODEL, default=DEFAULT) for word in arguments.split()]
+    words = [word.format(root=tmp_path, model=TINY, default=DEFAULT) for word in arguments.split()]
     assert complaint.format(root=tmp_path, default=DEFAULT) in refusal(words, capsys, main)
 
 

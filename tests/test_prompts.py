@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from helpers import command, config_of, read_json, refusal, train_here
+from helpers import command, config_of, read_json, refusal, rewrite, train_here
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -162,7 +162,7 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
 @pytest.mark.parametrize("own", [None, DATED])
 def test_a_chat_template_that_a_folder_keeps_for_a_processor_is_the_tokenizers(tmp_path, own):
     tokenizer(own).save_pretrained(tmp_path)
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    rewrite("chat_template.json", chat_template=CHATML)(tmp_path)
     assert load_tokenizer(str(tmp_path)).chat_template == (own or CHATML)
 
 

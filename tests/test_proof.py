@@ -11,6 +11,7 @@ from rl import Policy
 from verify.errors import WeightLoadError
 from verify.proof import differing, same_bits, unpacked
 
+pytestmark = pytest.mark.engine
 # Each class in one dtype; then what a dtype or a tied head changes: how vLLM packs linear layers, experts and the head.
 CASES = [(name, False, dtypes_of(name)[-1], "cpu")
          for name in (*ARCHITECTURES, *MULTIMODAL) if name not in PATCHED]
@@ -40,7 +41,6 @@ def flip_a_bit(tensor: torch.Tensor) -> None:
     tensor.view(-1).view(number)[tensor.abs().argmax()] ^= 1
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name, tied, dtype, device", [*CASES, GPU])
 def test_every_tensor_that_misses_a_change_of_one_bit_is_named(tmp_path, name, tied, dtype, device):
     policy = policy_of(tmp_path, name, tied, dtype, device)
@@ -57,10 +57,8 @@ def test_every_tensor_that_misses_a_change_of_one_bit_is_named(tmp_path, name, t
         assert found | {"lm_head.weight"} == changed | {"lm_head.weight"}  # a tied head may be the embedding
         assert len(changed) >= len(list(policy.model.parameters()))
         load_into(engine, policy)
-        engine.close()
 
 
-@pytest.mark.engine
 def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_loads_pass(tmp_path):
     policy = policy_of(tmp_path, "Qwen2", dtype=torch.bfloat16)
     with started(tmp_path, policy, verify_loads=4, canary_nats=100.0) as engine:
@@ -82,10 +80,8 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
             load_into(engine, policy)
         assert len(seen) == len(policy.weights())
         assert {1, 4} <= {*seen}
-        engine.close()
 
 
-@pytest.mark.engine
 def test_the_packed_copy_of_a_convolution_is_compared_beside_the_unpacked_one(tmp_path):
     policy = policy_of(tmp_path, "Qwen3_5", dtype=torch.bfloat16)
     with started(tmp_path, policy) as engine:
@@ -95,10 +91,8 @@ def test_the_packed_copy_of_a_convolution_is_compared_beside_the_unpacked_one(tm
             pytest.skip("without BF16 instructions, and on a GPU, vLLM does not pack it")
         flip_a_bit(layer.weight.data)
         assert differing(engine.llm, policy.weights()).differing == [f"{name}.weight"]
-        engine.close()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name, dtype", [
     ("Qwen3Moe, padded experts", torch.float32), ("Qwen2Moe", torch.bfloat16)])  # fmt: skip
 def test_a_swapped_expert_is_named_where_state_dict_has_all_of_a_layer_in_one_tensor(tmp_path, name, dtype):
@@ -114,10 +108,8 @@ def test_a_swapped_expert_is_named_where_state_dict_has_all_of_a_layer_in_one_te
         del weights[down]
         held = [f"model.layers.1.mlp.experts.routed_experts.{each}_weight" for each in ("w13", "w2")]
         assert differing(engine.llm, weights) == (named[:2], [down.replace("down", "gate_up")], held)
-        engine.close()
 
 
-@pytest.mark.engine
 def test_an_expert_of_more_than_2_16_values_comes_back_from_its_packing():
     from vllm._custom_ops import cpu_prepack_moe_weight
 
@@ -125,7 +117,6 @@ def test_an_expert_of_more_than_2_16_values_comes_back_from_its_packing():
     assert torch.equal(unpacked(cpu_prepack_moe_weight(values[None], "vec")[0], (96, 1024), "vec"), values)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name, missing, layer, alone", [
     ("Qwen2", "self_attn.k_proj.weight", "self_attn.qkv_proj.weight", 2),
     ("Qwen3Moe", "mlp.experts.3.up_proj.weight", "mlp.experts.routed_experts.w13_weight", 11),

@@ -1,17 +1,14 @@
 """The recorders of examples/, the worked example of docs/audit.md, and the verdicts on their traces."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, policy_in, qwen2, run_script
+from helpers import ROOT, TINY, policy_in, python, qwen2, run_script, stored
 from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout
@@ -20,20 +17,17 @@ from examples.record_vllm import SETTINGS
 from probe.diagnose import diagnose
 from probe.traces import load_traces
 
-DATA = ROOT / "tests" / "data"
-MODEL = str(DATA / "tiny-qwen2")
-
 
 def status_of(path: Path) -> str:
     (trace,) = load_traces(str(path))
-    return diagnose(policy_in(MODEL), trace).status
+    return diagnose(policy_in(TINY), trace).status
 
 
 def test_the_worked_example_of_the_trace_format_is_parity(tmp_path):
     page = (ROOT / "docs" / "audit.md").read_text()
     script = tmp_path / "record_transformers.py"
     script.write_text(re.search(r"```python\n(# record_transformers.py.*?)```", page, re.DOTALL)[1])
-    run_script(str(script), MODEL, tmp_path / "trace.npz")
+    run_script(str(script), TINY, tmp_path / "trace.npz")
     assert status_of(tmp_path / "trace.npz") == "parity"
 
 
@@ -60,12 +54,8 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
               "hf_token": "secret"}  # and no size of the KV cache
     quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
              "VLLM_CPU_KVCACHE_SPACE": "1"}  # by itself the file reserves 4 GiB
-    done = subprocess.run(
-        [sys.executable, *f"both.py --model {tmp_path}/model --out default.npz --new-tokens 32 --engine-args".split(),
-         json.dumps(engine)],
-        cwd=tmp_path, env=os.environ | quick | {"VLLM_API_KEY": "secret"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = f"both.py --model {tmp_path}/model --out default.npz --new-tokens 32 --engine-args".split()
+    python(*words, json.dumps(engine), folder=tmp_path, **quick, VLLM_API_KEY="secret")
     default, fixed = (load_traces(str(tmp_path / f"{name}.npz"))[0] for name in ("default", "fixed"))
     assert (default.sampling.temperature, fixed.sampling.top_k) == (0.7, 20)
     assert [len(r.token_ids) for r in fixed.rollouts] == [32] * 64
@@ -80,17 +70,14 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
 
 
 def test_record_vllm_refuses_bad_input_before_vllm_is_imported(tmp_path):
-    program = [sys.executable, ROOT / "examples" / "record_vllm.py", "--model", "x", "--out", "t.npz",
-               "--sampling", '{"min_tokens": 4}']  # fmt: skip
-    done = subprocess.run(program, cwd=tmp_path, text=True, capture_output=True, check=False)
-    assert done.returncode == 2
-    assert "error: ValueError: sampling must have no min_tokens" in done.stderr
+    words = "examples/record_vllm.py", "--model", "x", "--out", tmp_path / "t.npz", "--sampling", '{"min_tokens": 4}'
+    assert "error: ValueError: sampling must have no min_tokens" in python(*words, status=2).stderr
 
 
 # ------------------------------------------------------------------------------------------------ trainers
 def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tmp_path):
     """The attributes of TRL 1.16's trainer that the callback reads; docs/audit.md has the run with TRL itself."""
-    trace, *_ = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))  # temperature 0.7
+    trace = stored("v1_0.32.0_fp32_fixes")["t0.7"]
     rollouts = [Rollout(each.prompt_ids, None, each.token_ids[:end], each.logprobs[:end])
                 for end, each in enumerate(trace.rollouts[:16], 40)]  # fmt: skip
     prompts, tokens, logprobs = (

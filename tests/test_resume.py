@@ -91,7 +91,7 @@ def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
     assert "changed are org/name/model.safetensors; try" in refusal([*words, "--resume"], capsys)
 
 
-# (what is changed, the complaint); `f` is the run's folder, its parent holds model/ and task.py
+# What is changed, and the complaint; `f` is the run's folder, its parent holds model/ and task.py.
 REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have its checkpoints"),
@@ -105,6 +105,16 @@ REFUSED = {
     "options": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": 0.01', b'"lr": 0.02')),
                 "must keep its options, changed are lr"),
 }  # fmt: skip
+NOT_EXPORTED = {
+    "no file": (lambda f: checkpoint(f, 4).unlink(), "must be a complete file of a run's checkpoints/, got {root}/"),
+    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "must be a complete file of a run"),
+    "no record": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
+    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "missing are {root}/model/config.json, {root}/m"),
+    "weights": (lambda f: weights(f.parent / "model"), "changed or missing are {root}/model/model.safetensors"),
+    "a folder": (lambda f: (f / "policy_000004").mkdir(), "to must be a new folder, {root}/run/policy_000004 is there"),
+    "tensors": (lambda f: torch.save({"step": 4, "policy": {"wte": torch.ones(1)}}, checkpoint(f, 4)),
+                "others are model.embed_tokens.weight, "),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -116,13 +126,23 @@ def spoilable(root):
     kept.rename(root)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(root, spoilable, kind, capsys):
-    spoil, complaint = REFUSED[kind]
+@pytest.mark.parametrize("kind", [*REFUSED, *NOT_EXPORTED])
+def test_what_cannot_be_resumed_or_exported_is_refused_and_no_file_is_changed(root, spoilable, kind, capsys):
+    spoil, complaint = (REFUSED | NOT_EXPORTED)[kind]
+
+    def files() -> dict[Path, bytes]:
+        """Except for a traceback."""
+        paths = {path for path in root.rglob("*.*") if path.is_file()} - {spoilable / "error.txt"}
+        return {path: path.read_bytes() for path in paths}
+
     spoil(spoilable)
-    before = {path: path.read_bytes() for path in spoilable.glob("*.jsonl")}
-    assert complaint.format(root=root) in refusal(options(root, spoilable, "--resume"), capsys)
-    assert {path: path.read_bytes() for path in spoilable.glob("*.jsonl")} == before
+    before = files()
+    if kind in REFUSED:
+        said = refusal(options(root, spoilable, "--resume"), capsys)
+    else:
+        said = refusal([str(checkpoint(spoilable, 4))], capsys, export.main)
+    assert complaint.format(root=root) in said
+    assert files() == before
 
 
 def test_an_earlier_runs_options_have_todays_names_and_the_defaults_of_then():
@@ -156,7 +176,7 @@ def valued(monkeypatch) -> None:
     monkeypatch.setattr("train.evaluate", lambda *where: evaluate(*where) | {"eval_agree": values[where[1]]})
 
 
-@pytest.mark.parametrize("more", ["", "--lora-rank 4 --dtype float16 --top-p 0.9"])
+@pytest.mark.parametrize("more", ["", "--lora-rank 4 --dtype float16 --top-p 0.9 --kl-coef 0.1"])
 def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that_without(
         root, tmp_path, more, valued, monkeypatch, capsys):
     words = options(root, tmp_path / "usual", "--eval-every", "1", *more.split())
@@ -198,28 +218,6 @@ def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, t
     assert "must be one of eval_agree, eval_reward," in refusal([*words, "eval_rewad", "--resume"], capsys)
     (other / "best" / "best.json").unlink()  # a user's folder
     assert "best.json failed: FileNotFoundError" in refusal([*words, *more], capsys)
-
-
-# (what is changed, the complaint), as above
-NOT_EXPORTED = {
-    "no file": (lambda f: checkpoint(f, 4).unlink(), "must be a complete file of a run's checkpoints/, got {root}/"),
-    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "must be a complete file of a run"),
-    "no config": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
-    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "missing are {root}/model/config.json, {root}/m"),
-    "weights": (lambda f: weights(f.parent / "model"), "changed or missing are {root}/model/model.safetensors"),
-    "a folder": (lambda f: (f / "policy_000004").mkdir(), "to must be a new folder, {root}/run/policy_000004 is there"),
-    "tensors": (lambda f: torch.save({"step": 4, "policy": {"wte": torch.ones(1)}}, checkpoint(f, 4)),
-                "others are model.embed_tokens.weight, "),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", NOT_EXPORTED)
-def test_a_checkpoint_that_cannot_be_exported_is_refused_and_nothing_is_written(root, spoilable, kind, capsys):
-    spoil, complaint = NOT_EXPORTED[kind]
-    spoil(spoilable)
-    before = {*root.rglob("*")}
-    assert complaint.format(root=root) in refusal([str(checkpoint(spoilable, 4))], capsys, export.main)
-    assert {*root.rglob("*")} == before
 
 
 # ------------------------------------------------------------------------------------------------ other processes

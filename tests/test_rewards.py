@@ -1,14 +1,11 @@
 """A task file's process: whatever the file's code does is a number or a sentence, and the next call is answered."""
 
 import math
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from helpers import ROOT, task_of
+from helpers import ROOT, python, task_of
 
 from engine_adapter import Rollout
 from tasks import Problem
@@ -79,10 +76,8 @@ def test_no_process_of_a_file_outlives_the_run_and_a_signal_does_not_wait_for_re
         file = TaskFile("mine.py", 0, 60, num_processes=2)
         file.grade([(None, ["first", *"later"], [None] * 6)])
     """
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                         capture_output=True, check=False, timeout=50)  # fmt: skip
-    # It returned, so nobody can write to its output any more.
-    assert run.returncode == ENDS[code]
+    # It returns when nobody can write to its output any more.
+    python("-c", program, folder=tmp_path, status=ENDS[code], PYTHONPATH=str(ROOT))
 
 
 def test_a_process_that_is_started_again_runs_the_text_of_the_digest(tmp_path, loaded):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DEVICES, config_of, drawn_ids, frozen_logprobs, minibatches_of, qwen2
+from helpers import DEVICES, config_of, qwen2
 
 import objectives
 from engine_adapter import Rollout
@@ -16,14 +16,8 @@ from extras.prompts_once import policy_options
 from extras.rejection import REJECTIONS, Rejection
 from objectives import CORRECTIONS, OBJECTIVES
 from report.metrics import agreement
-from rl import Batch, Head, Optimizer, Policy, entropies, head_chunk, longest_first, make_batch
+from rl import Batch, Head, Optimizer, Policy, entropies, head_chunk, in_micro_batches, longest_first, make_batch
 from train import Config, TokenFilter, update
-
-
-def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
-    generator = torch.Generator().manual_seed(1)
-    return [Rollout(drawn_ids(p, generator), 0, drawn_ids(r, generator), [-0.1 * (i + 1) for i in range(r)])
-            for p, r in lengths]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ batch
@@ -40,15 +34,15 @@ def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_comput
         micro_batches = pack(batch, torch.arange(32), 480)
         assert sorted(torch.cat(micro_batches).tolist()) == list(range(32))
         assert all(len(rows) == 1 or len(rows) * batch.input_lengths[rows].max() <= 480 for rows in micro_batches)
-        frozen_logprobs(policy, batch, [micro_batches])
+        in_micro_batches(policy.score, batch, [micro_batches])
         counts.append(sum(seen))
         seen.clear()
     assert counts[1] < 0.9 * counts[0]
 
 
 def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_come_first():
-    batch = make_batch(rollouts([(1, n) for n in [9, 3, 7, 5, 8, 2, 6, 4]]))
-    minibatches = minibatches_of(batch, 2, 100, has_signal=[0, 1, 0, 1, 1, 0, 0, 1])
+    batch = make_batch([Rollout([1], None, [5] * n, [0.0] * n) for n in (9, 3, 7, 5, 8, 2, 6, 4)])
+    minibatches = batch.minibatches(torch.tensor([0, 1, 0, 1, 1, 0, 0, 1]) > 0, 2, 100)
     assert [[rows.tolist() for rows in micros] for micros in minibatches] == [[[3, 1], [0, 2]], [[4, 7], [6, 5]]]
 
 
@@ -111,11 +105,11 @@ def updated(
     micro_batch_tokens: int = 4096, reject: TokenFilter | None = None,
 ) -> dict:
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
-    has_signal = batch.advantages.any(dim=1).tolist()
+    minibatches = batch.minibatches(batch.advantages.any(dim=1), num_minibatches, micro_batch_tokens)
     policy = SimpleNamespace(score=lambda micro: {
         "logprobs": table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask})  # fmt: skip
-    return update(policy, Optimizer(torch.nn.ParameterList([table]), grad_clip=1e9), batch,
-                  minibatches_of(batch, num_minibatches, micro_batch_tokens, has_signal), config, 1e-3, reject)
+    optimizer = Optimizer(torch.nn.ParameterList([table]), grad_clip=1e9)
+    return update(policy, optimizer, batch, minibatches, config, 1e-3, reject)
 
 
 def sums_by_hand(

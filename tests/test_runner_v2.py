@@ -5,24 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_path import RUNNER, triton_numpy
-from helpers import PROMPTS, ROUNDING, at, qwen2, rows_of_run, started
+from helpers import PROMPTS, ROUNDING, at, rows_of_run, started
 
 from engine_adapter import reseed
 from extras.masks import MaskedSampling, masked_logits
 from extras.sampling_mask import policy_options
 from probe.diagnose import ALARMS, alarms
-from rl import Policy, make_batch
+from rl import make_batch
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(RUNNER != "v2", reason="needs RUNNER=v2")]
 
 
 # ------------------------------------------------------------------------------------------------ the harness
-def test_this_process_has_runner_v2_and_its_kernels_give_what_tritons_interpreter_gives(engine_folder, monkeypatch):
+def test_this_process_has_runner_v2_and_its_kernels_give_what_tritons_interpreter_gives(
+        engine_folder, monkeypatch, policy):
     """Eight rows with all masks. None of the kernels that V2 launches is left to the interpreter."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     masks = {}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.05)
-    with started(engine_folder, Policy(qwen2()), max_num_seqs=8) as engine:
+    with started(engine_folder, policy, max_num_seqs=8) as engine:
         assert isinstance(engine.runner, GPUModelRunner)
 
         def samples() -> list:
@@ -76,9 +77,9 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
     assert "=> semantics: tokens drawn from another distribution than the reported one" in report
 
 
-def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(engine_folder):
+def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(engine_folder, policy):
     """Both softmaxes are over the set that the engine kept, so the mismatch is that of parity."""
-    policy, sampling = Policy(qwen2()), MaskedSampling(0.4, 4, top_p=0.9, min_p=0.02, max_kept=96)
+    sampling = MaskedSampling(0.4, 4, top_p=0.9, min_p=0.02, max_kept=96)
     with started(engine_folder, policy, max_num_seqs=128) as engine:
         reseed(0)
         batch = make_batch(engine.generate(PROMPTS, 24, sampling))  # more than 64 rows

@@ -5,24 +5,14 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import (
-    DEVICES,
-    PROMPTS,
-    ROUNDING,
-    at,
-    built,
-    minibatches_of,
-    qwen2,
-    rows_of_run,
-    started,
-)
+from helpers import DEVICES, PROMPTS, ROUNDING, at, built, qwen2, rows_of_run, started
 
 from engine_adapter import Engine, ParityFlags, Rollout, reseed
 from extras.masks import MaskedSampling, masked_logits
 from extras.sampling_mask import kept_sets, policy_options
 from extras.transformers_engine import TransformersEngine
 from report.metrics import of_mismatch
-from rl import Policy, in_micro_batches, make_batch
+from rl import Policy, make_batch
 from train import answer_held_out
 
 MASKS = [dict(top_k=5, top_p=0.9), dict(min_p=0.05), dict(min_p=0.02, top_k=20, top_p=0.95)]
@@ -37,7 +27,7 @@ def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str,
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, policy.device)
     policy = at(policy, 1.3).changed(**policy_options(MaskedSampling(1.3, 12, **mask)))
-    values = in_micro_batches(policy.token_metrics, batch, minibatches_of(batch, 1, 100))
+    values = policy.token_metrics(batch)
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return of_mismatch(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 
@@ -86,8 +76,7 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
 
 
 @pytest.mark.engine
-def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
-    policy = Policy(qwen2())
+def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder, policy):
     with started(engine_folder, policy, ParityFlags(sampling_mask=False)) as engine:
         assert engine.settings["max_logprobs"] == 20  # vLLM's default
         rollouts = sampled(engine, max_kept=0, top_p=0.8)
@@ -99,8 +88,7 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
     assert means["kept_mass"] < 0.95
 
 
-def test_the_reference_engine_samples_under_the_same_masks():
-    policy = Policy(qwen2())
+def test_the_reference_engine_samples_under_the_same_masks(policy):
     engine = TransformersEngine(policy)
     engine.load(policy.weights(), policy.response_logprobs)
     check_masks(policy, engine)
@@ -126,8 +114,8 @@ def test_kept_sets_are_refused_if_one_is_missing():
         kept_sets(batch, batch.mask > 0)
 
 
-def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds():
-    policy, ids = Policy(qwen2()), [5, 6, 7]
+def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds(policy):
+    ids = [5, 6, 7]
     with torch.no_grad():
         likely = (policy.model(torch.tensor([ids])).logits[0, -1] / 1.3).double().log_softmax(0).sort(descending=True)
     rollout = Rollout(ids, 0, [int(likely.indices[2])], [0.0], kept=[likely.indices[:3].numpy()])

@@ -3,12 +3,11 @@
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, SMALL, command, read_json, refusal, rows, train_here
+from helpers import SMALL, command, python, read_json, refusal, rows, train_here
 
 from extras.tracker import Tracker
 
@@ -24,35 +23,27 @@ print("after it", file=sys.stderr)
 """
 
 
-def run_code(code: str, *options: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *options, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          errors="replace", check=False)
-
-
 @pytest.mark.parametrize("last, status, lines", [
     ("", 0, ["\0\ufffd", "a new warning", "after it"]),
     ("os.abort()", -signal.SIGABRT, ["\0\ufffd", "a new warning"]),  # what came before a crash is not lost
 ])  # fmt: skip
 def test_harmless_lines_of_other_libraries_are_left_out_and_all_others_come_through(last, status, lines):
-    done = run_code(WRITES.format(last))
-    assert (done.returncode, done.stderr.splitlines()) == (status, lines)
+    assert python("-c", WRITES.format(last), status=status).stderr.splitlines() == lines
 
 
 def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported():
-    done = run_code("import train", "-S")  # a Python without site-packages
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: this Python has no torch, transformers, tyro, einops: install")
-    assert len(done.stderr.splitlines()) == 1
+    said = python("-S", "-c", "import train", status=1).stderr  # a Python without site-packages
+    assert said.startswith("error: this Python has no torch, transformers, tyro, einops: install")
+    assert len(said.splitlines()) == 1
 
 
-@pytest.mark.engine
 def test_a_missing_tracker_is_refused_and_a_resumed_run_goes_on_in_one_run_of_it(good, tmp_path, monkeypatch, capsys):
     """With a module in place of wandb. The run is resumed before its first checkpoint, in another shell."""
     given, out = [], tmp_path / "mine"
     library = SimpleNamespace(
         init=lambda **options: given.append(json.loads(json.dumps(options))), finish=lambda: given.append("finished"),
         log=given.append, define_metric=lambda *names, **options: None, __spec__="is installed")  # fmt: skip
-    arguments = command(good, f"--steps 1 --probe-every 1 --tracker wandb --out {out}", *SMALL)
+    arguments = command(good, f"--engine transformers --steps 1 --probe-every 1 --tracker wandb --out {out}", *SMALL)
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "tracker must be installed, wandb is not: pip install wandb" in refusal(arguments, capsys)
     monkeypatch.setitem(sys.modules, "wandb", library)

@@ -1,59 +1,23 @@
 """Stop texts (--stop): where responses end, against decoding each of their beginnings, and what the reward sees."""
 
 import random
-from collections import Counter
-from dataclasses import replace
 
 import pytest
-from helpers import (
-    AT_PARITY,
-    PROMPTS,
-    ROUNDING,
-    SEEDS,
-    command,
-    floors_of,
-    policy_in,
-    refusal,
-    rows,
-    started,
-    train_here,
-)
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from helpers import ROUNDING, published, rows, rows_of_run
 from transformers import PreTrainedTokenizerFast
 
-from engine_adapter import Rollout, Sampling
+from engine_adapter import Rollout
 from extras.stop_texts import StopTexts
 
 TEXT = "Question: What is 7 plus 8?\n\nAnswer: it is 15 — d'accord, né à 東京.\n#### 15\n\n\n  Question: é€🙂\n" * 3
 
 
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
-    return tokenizer
-
-
-def sentence_piece() -> Tokenizer:
-    """As Llama 2's: a space is a sign of its own, the first one of a text is left out, rare characters are bytes."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
-                                  limit_alphabet=40)  # fmt: skip
-    tokenizer.train_from_iterator([TEXT], trainer)
-    signs = decoders.Replace("<unk>", ""), decoders.Replace("▁", " ")
-    tokenizer.decoder = decoders.Sequence([*signs, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return tokenizer
-
-
-@pytest.mark.parametrize("made", [byte_level, sentence_piece])
-def test_a_response_ends_with_the_token_that_completes_a_text_however_its_characters_are_cut(made):
-    tokenizer, rng, ended = PreTrainedTokenizerFast(tokenizer_object=made()), random.Random(0), 0
+@pytest.mark.parametrize("form", ["gpt2", "llama2", "no text"])
+def test_a_response_ends_with_the_token_that_completes_a_text_however_its_characters_are_cut(form):
+    tokenizer, rng, ended = PreTrainedTokenizerFast(tokenizer_object=published(form)), random.Random(0), 0
     written = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    unk, q, u = tokenizer.convert_tokens_to_ids(["<unk>", "Q", "u"])  # the first has no text
-    cases = [(("Qu",), [q, *[unk] * 20, u])] if unk is not None else []
+    unk, w, h = tokenizer.convert_tokens_to_ids(["<unk>", "W", "h"])
+    cases = [(("Wh",), [w, *[unk] * 20, h])] if unk is not None else []
     for case in range(600):
         ids = rng.choices(range(len(tokenizer)), k=60)
         if case % 2:
@@ -71,43 +35,15 @@ def test_a_response_ends_with_the_token_that_completes_a_text_however_its_charac
 
 
 @pytest.mark.engine
-def test_vllm_ends_a_response_there_and_gives_the_tokens_and_values_that_it_gives_without_the_text(engine_folder):
-    characters = Tokenizer(models.WordLevel({chr(33 + token): token for token in range(96)}, unk_token="!"))
-    characters.decoder = decoders.Fuse()
-    policy, tokenizer = policy_in(engine_folder), PreTrainedTokenizerFast(tokenizer_object=characters)
-    free, stops = Sampling(0.7, 12, (2,)), [*map(chr, range(33, 129, 10))]
-    stopped = replace(free, ends=StopTexts(tokenizer, stops))
-    with started(engine_folder, policy) as engine:
-        whole = engine.generate(PROMPTS, 16, free, SEEDS)
-        rollouts = engine.generate(PROMPTS, 16, stopped, SEEDS)
-        assert not engine.num_unfinished
-    reasons = Counter()
-    for rollout, longer in zip(rollouts, whole, strict=True):
-        texts = [tokenizer.decode(longer.token_ids[: n + 1]) for n in range(len(longer.token_ids))]
-        ends = [n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
-        count = min(ends, default=len(texts))
-        assert rollout.token_ids == longer.token_ids[:count]
-        assert rollout.logprobs == pytest.approx(longer.logprobs[:count], abs=ROUNDING)
-        assert rollout.finish_reason == ("stop" if ends else longer.finish_reason)
-        reasons[rollout.finish_reason] += bool(ends)
-    assert reasons["stop"] > 5 and reasons.total() < len(rollouts)
-    assert floors_of(policy, rollouts, 0.7) < AT_PARITY
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("options", ["--engine transformers", "--inflight-groups 2", "--top-k 40"])
 def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_not_truncated(
         options, good, tmp_path):  # fmt: skip
-    """The model goes on with "============" after each question."""
+    """The model goes on with "============" after each question. The tokens are those that the trainer scores."""
     out = tmp_path / "run"
     (good / "rewards.py").write_text("def reward(problem, response):\n    return float(response == '')\n")
-    words = f"--steps 2 --out {out} --max-new-tokens 12 --reward {good}/rewards.py {options}"
-    train_here(command(good, words, "--stop", "=", "--stop", "12"))
-    assert max(step["trunc_frac"] for step in rows(out)[1:]) < 1
+    words = f"--steps 2 --max-new-tokens 12 --reward {good}/rewards.py {options} --stop = --stop 12"
+    _, *steps = rows_of_run(good, out, words)
+    assert max(step["trunc_frac"] for step in steps) < 1
+    assert all((step["current_mismatch_abs_mean"] or 0) < ROUNDING for step in steps)
     answers = {(row["response"], row["reward"], row["finish_reason"], row["tokens"]) for row in rows(out, "samples")}
     assert ("", 1.0, "stop", 1) in answers and not any("=" in response for response, *_ in answers)
-
-
-def test_a_text_that_can_never_be_complete_is_refused(good, capsys):
-    assert "stop must not contain an empty text" in refusal(command(good, "--stop", ""), capsys)
-    assert "stop must be a text of the tokenizer, which has no 'n'" in refusal(command(good, "--stop", r"7\n"), capsys)

@@ -16,7 +16,6 @@ from helpers import (
     config_of,
     floors_of,
     policy_in,
-    qwen2,
     read_json,
     rows,
     rows_of_run,
@@ -27,7 +26,6 @@ from helpers import (
 from engine_adapter import Rollout, Sampling, Source, reseed
 from examples.record_vllm import record
 from probe.traces import load_traces
-from rl import Policy
 from train import evaluate, greedy_agreement, has_loss, train_step
 from verify.settings import of_trainer
 
@@ -69,8 +67,8 @@ def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_p
 
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
-def test_greedy_agreement_is_the_share_of_answers_without_another_token():
-    policy, likely = Policy(qwen2()), [5, 6]
+def test_greedy_agreement_is_the_share_of_answers_without_another_token(policy):
+    likely = [5, 6]
     for _ in range(2):
         likely.append(policy.model(torch.tensor([likely])).logits[0, -1].argmax().item())
     first, second = likely[2:]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, qwen2, small_model
+from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, small_model
 
 from engine_adapter import Sampling
 from extras.transformers_engine import TransformersEngine
@@ -40,8 +40,7 @@ def test_it_has_no_mismatch_before_and_after_updates(name, changes, max_num_seqs
     assert greedy.token_ids == logits.argmax(dim=1)[len(greedy.prompt_ids) - 1 : -1].tolist()
 
 
-def test_it_samples_from_the_distribution_it_reports():
-    policy = Policy(qwen2())
+def test_it_samples_from_the_distribution_it_reports(policy):
     rollouts = ready(policy, max_num_seqs=4096).generate([[5, 6, 7]], 4096, Sampling(0.7, 1))
     counts = Counter((r.token_ids[0], math.exp(r.logprobs[0])) for r in rollouts)
     likely = {share: count / 4096 for (_, share), count in counts.items() if share > 0.02}
@@ -49,8 +48,7 @@ def test_it_samples_from_the_distribution_it_reports():
     assert all(abs(count - share) < 6 * (share / 4096) ** 0.5 for share, count in likely.items())
 
 
-def test_a_load_of_an_engine_that_sleeps_is_refused():
-    policy = Policy(qwen2())
+def test_a_load_of_an_engine_that_sleeps_is_refused(policy):
     engine = ready(policy)
     engine.sleep()
     with pytest.raises(EngineStateError, match=r"load .* asleep"):

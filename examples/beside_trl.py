@@ -143,6 +143,8 @@ def compare(trl: Path = Path(".venv-trl/bin/python"), out: Path = Path("runs/bes
     on_gpu, out, rows, took = torch.cuda.is_available(), out.absolute(), [], {}
     shape, here = "qwen2.5-0.5b" if on_gpu else "tiny", Path(__file__).parents[1]
     subprocess.check_call([sys.executable, "-c", WRITE, out / "model", shape], cwd=here)
+    if not on_gpu:
+        print("a rehearsal: a tiny model, no graphs, and reload_weights in place of TRL's transfer")
     print(HEAD, flush=True)
     pythons = {"TRL": trl.absolute(), "ours": sys.executable}
     for eager, side in product((False, True), pythons):

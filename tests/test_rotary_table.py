@@ -14,6 +14,7 @@ from extras.rotary_table import give_one_table, with_one_table
 from extras.transformers_engine import TransformersEngine
 from probe.traces import Trace
 from rl import Policy, make_batch, row_by_row
+from verify.decode import decoded_body
 
 SHORT, LONG = torch.full((16,), 1.1), 1.0 + torch.arange(16)  # factors of 16 angles
 # 256 / 16 tokens scale cosine and sine by sqrt(1 + log 16 / log 16), if no key says otherwise
@@ -52,7 +53,7 @@ def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, ro
     with torch.no_grad():
         logits = torch.cat([oracle(torch.tensor([row.prompt_ids + row.token_ids])).logits[0, 2:-1] for row in rollouts])
         found = {body.__name__: policy.changed(body=body).score(batch)["logprobs"][response]
-                 for body in (row_by_row, prompts_once)}  # fmt: skip
+                 for body in (row_by_row, prompts_once, decoded_body)}  # fmt: skip
     alone = logits.log_softmax(dim=-1).gather(1, batch.targets[response][:, None])[:, 0]
     found["sampled"] = batch.behavior_logprobs[response].double()
     for body, logprobs in found.items():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verify import experts
+from verify.decode import disagreement
 from verify.errors import WeightLoadError
 from verify.head import checked_body
 from verify.own_noise import measure
@@ -109,6 +110,7 @@ def check(engine: Any, trainer_logprobs: TrainerLogprobs, of_length: int = 0) ->
         sides.of_trainer(body=checked_body)
         beyond = f" after {of_length} tokens, beyond its original context" if of_length else ""
         fault += f", or vLLM computes {engine.config.model_type} differently{beyond}"
+        fault = disagreement(*sides, average, limit) or fault
     raise WeightLoadError(
         f"after load {engine.weight_version} {fault}: the canary's {average.__name__}"
         f" |trainer - engine| is {difference:.2e} nats, more than {limit:.1e}")

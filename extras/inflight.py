@@ -190,6 +190,7 @@ class InflightEngine(Engine):
         off = "recompute" if recomputes else "abort"
         self.inflight_update = "keep" if self.parity.inflight_keep else off
         self.settings["inflight_update"] = self.inflight_update
+        self.settings["echoed"] = [*self.settings["echoed"], "inflight_update"]
         self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
         # What kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []

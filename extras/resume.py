@@ -24,8 +24,9 @@ class Options:
 
 def check(config: Any, options: Options) -> None:
     if options.resume and not config.parity.uncached_runtime:
-        raise ValueError("resume must be off without uncached_runtime (V1's prefix cache is in no"
-                         " checkpoint, and an empty cache has no stale block); try another --out")
+        raise ValueError("resume must be off without uncached_runtime (no checkpoint has V1's"
+                         " prefix cache, whose stale blocks are the fault, or a step that is"
+                         " scheduled ahead); try another --out")
 
 
 def check_machine(config: Any, options: Options) -> None:

@@ -75,8 +75,9 @@ class StopTexts:
             return False
         # A run of tokens that are bytes has no text at all if it begins inside a character.
         starts = range(-self.window - 3, 1 - self.window)
-        decoded = [self.tokenizer.decode(rollout.token_ids[start:]) for start in starts]
-        return any(stop in text for stop in self.texts for text in decoded)
+        # Beside bytes that are no character the whole has another text than its end.
+        return all(any(stop in self.tokenizer.decode(rollout.token_ids[start:])
+                       for start in these for stop in self.texts) for these in (starts, [0]))
 
 
 def before(stops: tuple[str, ...], text: str) -> str:

@@ -61,8 +61,9 @@ class Tracker:
             self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
             self.writer.add_text("config", json.dumps(config))
             return
-        resumed = (out / f"{library}.json").exists()
-        arguments = arguments_of_run(library, out)
+        # A folder without config.json holds no run, whatever an earlier start has left.
+        resumed = (out / f"{library}.json").exists() and (out / "config.json").exists()
+        arguments = arguments_of_run(library, out, resumed)
         if resumed:
             print(f"{library} replaces no row: its rows from step {first_step} on stay beside the"
                   " new ones, and the last rows before a kill may be missing", flush=True)
@@ -87,14 +88,14 @@ class Tracker:
         (self.writer.close if self.writer else self.library.finish)()
 
 
-def arguments_of_run(library: str, out: Path) -> dict[str, str]:
+def arguments_of_run(library: str, out: Path, resumed: bool) -> dict[str, str]:
     """Arguments of `init` that identify the run. OUT/LIBRARY.json keeps them for a resumed run."""
     path = out / f"{library}.json"
     run_id = token_hex(4)
     arguments = {"project": "grpo", "name": out.name, "id": run_id}
     if library == "trackio":  # a run's name is its only id
         arguments = {"project": "grpo", "name": f"{out.name}-{run_id}"}
-    if path.exists():
+    if resumed:
         with stage(f"reading {path}"):
             arguments |= json.loads(path.read_text()) | {"resume": "allow"}
     if library == "wandb":

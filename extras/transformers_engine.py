@@ -33,7 +33,10 @@ class Options:
     eval_trainer_alone: bool = False  # Also sample with the trainer's own modules; slow.
 
 
-ENDINGS = {"eval_reward_trainer_alone": " | trainer alone {eval_reward_trainer_alone:.3f}"}
+ENDINGS = {
+    "eval_reward_trainer_alone": " | trainer alone {eval_reward_trainer_alone:.3f}",
+    "eval_reward_trainer_alone_left_out": " | {eval_reward_trainer_alone_left_out} LEFT OUT of it",
+}
 OF_VLLM = {"prefix_cache", "cuda_graphs", "block_size", "canary_nats", "verify_loads"}
 
 

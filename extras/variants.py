@@ -28,9 +28,6 @@ def check(config: Any, options: Options) -> None:
         if getattr(config.parity, flag):
             raise ValueError(f"variants must not have {variant} with {flag} (it would do"
                              f" nothing); try --parity.no-{flag.replace('_', '-')}")
-    if "recompute" in options.variants and "inflight_groups" not in config.given:
-        raise ValueError("variants must not have recompute without requests in flight (it would do"
-                         " nothing); try --inflight-groups")
     fixed = config.parity.uncached_runtime or "prefix-cache" in fixed_still(options.variants)
     if "recompute" in options.variants and not fixed:
         raise ValueError("variants must not have recompute while V1's prefix cache is on"
@@ -46,9 +43,10 @@ def fixed_still(variants: tuple[str, ...]) -> list[str]:
 def install(run: Any, options: Options, parts: Any) -> None:
     for name in fixed_still(options.variants):
         parts.engine.setdefault("further", {})[SETTINGS[name]] = False
-    if "recompute" in options.variants:
-        parts.engine["recomputes"] = True
+    if "recompute" in options.variants and "inflight_groups" in run.config.given:
+        parts.engine["recomputes"] = True  # else idle_switches.py names inflight_keep
     if "both-heads" in options.variants:
         parts.policy["fp32_head"] = False
     if "both-raw" in options.variants:
         parts.policy["temperature"] = 1.0
+        parts.not_stated.add("trainer")

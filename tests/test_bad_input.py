@@ -30,7 +30,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --objective gspo --reject geometric --reject-mean kept => reject_mean must not be given with gspo and reject
 --lora-alpha 8 => lora_forward need lora_rank
 --variants both-heads => would do nothing
---variants recompute --parity.no-inflight-keep => without requests in flight
+--variants recompute --parity.no-inflight-keep --parity.no-uncached-runtime => repairs the other fault
 --block-size 24 => block_size must be a multiple of 16
 --max-staleness 3 => try --inflight-groups
 --block-size 32 --engine transformers => block_size must not be given with engine transformers

@@ -24,8 +24,8 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
-    def changed(option, *variants):
-        config = config_of(ParityFlags(**{option: False}), variants=variants, inflight_groups=1)
+    def changed(option, *variants, inflight_groups=1):
+        config = config_of(ParityFlags(**{option: False}), variants=variants, inflight_groups=inflight_groups)
         parts = SimpleNamespace(engine={}, policy={})
         install(SimpleNamespace(config=config), config.variants, parts)
         return parts.engine | parts.policy
@@ -34,6 +34,8 @@ def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_
     assert changed("uncached_runtime", "prefix-cache") == {"further": {"async_scheduling": False}}
     assert changed("uncached_runtime", "async-scheduling") == {"further": {"enable_prefix_caching": False}}
     assert changed("fp32_head", "both-heads") == {"fp32_head": False}
+    assert changed("inflight_keep", "recompute") == {"recomputes": True}
+    assert changed("inflight_keep", "recompute", inflight_groups=0) == {}  # a notice names the idle switch
 
 
 def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_is_on_by_default_is_a_fix(monkeypatch):

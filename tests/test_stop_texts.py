@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from engine_adapter import Rollout
 from extras.stop_texts import StopTexts
 
-TEXT = "Question: What is 7 plus 8?\n\nAnswer: it is 15 — d'accord, né à 東京.\n#### 15\n\n\n  Question: é€🙂\n" * 3
+TEXT = "Question: What is 7 plus 8?\n\nAnswer: it is 15, né à 東京.\n#### 15\n\n\n  Question: é€🙂\n🙂🙂🙂🙂\n" * 3
 
 
 @pytest.mark.parametrize("form", ["gpt2", "llama2", "no text"])
@@ -18,6 +18,8 @@ def test_a_response_ends_with_the_token_that_completes_a_text_however_its_charac
     written = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     unk, w, h = tokenizer.convert_tokens_to_ids(["<unk>", "W", "h"])
     cases = [(("Wh",), [w, *[unk] * 20, h])] if unk is not None else []
+    if "<0xE6>" in (ids := tokenizer.get_vocab()):  # after a byte that is no character a run of bytes has no text
+        cases.append((("\n",), [ids[f"<0x{byte:02X}>"] for byte in b"\xe6" + "你好吗吧\n".encode()]))
     for case in range(600):
         ids = rng.choices(range(len(tokenizer)), k=60)
         if case % 2:

@@ -4,6 +4,7 @@ The canary samples at temperature 1 and from the whole vocabulary, and if both s
 temperature the mismatch is 0 and shows nothing.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ def sampled(engine: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def check(policy: Any, engine: Any, batch: Any) -> None:
+def check(policy: Any, engine: Any, batch: Any, not_stated: Collection[str] = ()) -> None:
     """Compare trainer and engine with the softmax of `sampled` rollouts in a batch.
 
     Their Sampling states what is before the softmax. transformers' own head gives the logits. A
-    side that a switched-off fix changes is left out.
+    side that a switched-off fix changes is left out, and those of `not_stated`.
 
     Raises: AuditError that names the side whose distribution is not the stated one; ValueError if
     the trainer's head is not transformers'.
@@ -56,9 +57,8 @@ def check(policy: Any, engine: Any, batch: Any) -> None:
         # is up to 8 times the noise (in 2,000 trials).
         limit = max(canary.NATS, 8 * (rounded - precise).abs().median().item())
     parity = engine.parity
-    forgets = not parity.processed_logprobs and policy.head.temperature == 1  # as the engine does
     for side, of_side, is_fixed in (
-            ("trainer", scored, parity.sampling_mask and not forgets),
+            ("trainer", scored, parity.sampling_mask and "trainer" not in not_stated),
             ("engine", batch.behavior_logprobs, parity.processed_logprobs)):
         difference = (of_side[response] - precise).abs().median().item()
         if is_fixed and not difference <= limit:

@@ -70,7 +70,8 @@ def questions(groups) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ groups
 @pytest.mark.parametrize("options, room", [  # the last one has asynchronous scheduling
-    (UPDATES["recompute"], 4), (ABORT, 64), ({"parity": ParityFlags(uncached_runtime=False)}, 4)], ids=str)  # fmt: skip
+    (UPDATES["recompute"], 4), (ABORT, 64), ({"parity": ParityFlags(uncached_runtime=False)}, 4)],
+    ids=["recompute-4", "abort-64", "keep-4"])  # fmt: skip
 def test_every_group_is_trained_on_once_or_in_flight(engine_folder, options, room):
     """None becomes too old: without the wait for groups that are due, `after_update` stops this run."""
     taken, submitted = [], 0

@@ -71,13 +71,17 @@ class StopTexts:
             self.window = MANY
 
     def __call__(self, rollout: Any) -> bool:
-        if rollout.token_ids[-1] not in self.completing:
+        ids = rollout.token_ids
+        if ids[-1] not in self.completing:
             return False
         # A run of tokens that are bytes has no text at all if it begins inside a character.
-        starts = range(-self.window - 3, 1 - self.window)
+        starts = {max(0, len(ids) - self.window - more) for more in range(4)}
         # Beside bytes that are no character the whole has another text than its end.
-        return all(any(stop in self.tokenizer.decode(rollout.token_ids[start:])
-                       for start in these for stop in self.texts) for these in (starts, [0]))
+        return any(self.has_stop(ids[start:]) for start in starts) and self.has_stop(ids)
+
+    def has_stop(self, ids: list[int]) -> bool:
+        text = self.tokenizer.decode(ids)
+        return any(stop in text for stop in self.texts)
 
 
 def before(stops: tuple[str, ...], text: str) -> str:

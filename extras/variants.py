@@ -7,7 +7,8 @@ OF_FIX = {  # the fix that must be off
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
     "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
 }  # fmt: skip
-SETTINGS = {"prefix-cache": "enable_prefix_caching", "async-scheduling": "async_scheduling"}
+# Of vLLM's EngineArgs.
+ARGUMENTS = {"prefix-cache": "enable_prefix_caching", "async-scheduling": "async_scheduling"}
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ def check(config: Any, options: Options) -> None:
 
 def fixed_still(variants: tuple[str, ...]) -> list[str]:
     """Of the settings of uncached_runtime, those that stay fixed because the other is named."""
-    named = SETTINGS.keys() & set(variants)
-    return [name for name in SETTINGS if named and name not in named]
+    named = ARGUMENTS.keys() & set(variants)
+    return [name for name in ARGUMENTS if named and name not in named]
 
 
 def install(run: Any, options: Options, parts: Any) -> None:
     for name in fixed_still(options.variants):
-        parts.engine.setdefault("further", {})[SETTINGS[name]] = False
+        parts.engine.setdefault("further", {})[ARGUMENTS[name]] = False
     if "recompute" in options.variants and "inflight_groups" in run.config.given:
         parts.engine["recomputes"] = True  # else idle_switches.py names inflight_keep
     if "both-heads" in options.variants:

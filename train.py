@@ -331,7 +331,7 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
         distribution.check(policy, engine, sampled, parts.not_stated)
     settings = of_trainer(policy)
     record = record_of(run, settings, engine)
-    print(settings_lines(settings, engine.settings), flush=True)
+    print(settings_lines(settings, engine.settings))
     for prepare_first_step in parts.at_begin:
         prepare_first_step(trainer, record)
     replace_file(run.out / "config.json", json.dumps(record, indent=2))
@@ -518,7 +518,7 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
     """
     config, answers = trainer.run.config, partial(answer_held_out, trainer, step)
     rollouts, greedy = answers(trainer.source, "greedy", 1, 0.0)
-    print(answer_line(greedy[0]), flush=True)
+    print(answer_line(greedy[0]))
     _, sampled = answers(trainer.source, "sampled", config.eval_samples, config.temperature)
     figures = metrics.of_answers("eval_reward", sampled)
     figures |= metrics.of_answers("eval_reward_greedy", greedy)

@@ -147,7 +147,7 @@ def compare(trl: Path = Path(".venv-trl/bin/python"), out: Path = Path("runs/bes
     subprocess.check_call([sys.executable, "-c", WRITE, out / "model", shape], cwd=here)
     if not on_gpu:
         print("a rehearsal: a tiny model, no graphs, and reload_weights in place of TRL's transfer")
-    print(HEAD, flush=True)
+    print(HEAD)
     pythons = {"TRL": trl.absolute(), "ours": sys.executable}
     for eager, side in product((False, True), pythons):
         run = out / f"{side}-{'eager' if eager else 'default'}"
@@ -167,7 +167,7 @@ def compare(trl: Path = Path(".venv-trl/bin/python"), out: Path = Path("runs/bes
         took[side] = step_s
         print(f"| {side} | {rows[-1]['engine']} | {step_s:.2f} ({min(steps_s):.2f} to"
               f" {max(steps_s):.2f}) | {sampled_s:.2f} | {step_s - sampled_s:.2f} |"
-              f" {median(tokens) / step_s:.0f} | {took['TRL'] / step_s:.2f} |", flush=True)
+              f" {median(tokens) / step_s:.0f} | {took['TRL'] / step_s:.2f} |")
     for row in rows[:2]:
         print(f"\n{row['side']}: {row['card']}; {row['versions']}; {' '.join(row['words'])}")
 

@@ -52,8 +52,7 @@ def check_task(run: Any, options: Options) -> Any:
                          f" {entries['r']} and alpha = {entries['lora_alpha']:g})")
     print(f"notice: the adapters in {folder} were trained on"
           f" {entries.get('base_model_name_or_path')} with a dropout of"
-          f" {entries.get('lora_dropout', 0)}; here they are on {config.model}, without dropout",
-          flush=True)
+          f" {entries.get('lora_dropout', 0)}; here they are on {config.model}, without dropout")
     lora = replace(config.lora, lora_rank=entries["r"], lora_alpha=entries["lora_alpha"])
     return replace(run, config=replace(config, lora=lora))
 

@@ -25,7 +25,7 @@ def install(run: Any, options: Any, parts: Any) -> None:
         ]
         for applies, switch, why in idle:
             if applies:
-                print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
+                print(f"{switch} is switched WITHOUT EFFECT: {why}")
 
     if parity.off():
         parts.at_begin.append(name_idle)

@@ -53,7 +53,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         model = without_memory(parts.folder.config())
         by_phase = terms_of(config)
     except Exception as error:  # not every class of transformers can be built without memory
-        print(f"notice: the memory of this run cannot be computed: {one_line(error)}", flush=True)
+        print(f"notice: the memory of this run cannot be computed: {one_line(error)}")
         return
     peaks = {phase: sum(terms.values()) / GIB for phase, terms in by_phase.items()}
     peak = max(peaks.values())
@@ -79,7 +79,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
                              f" {computed}")
     if peak * (1 + UNCERTAINTY) > gib:
         computed += f"; it may NOT fit (measured peaks were up to {UNCERTAINTY:.0%} larger)"
-    print(f"memory: {computed}", flush=True)
+    print(f"memory: {computed}")
 
 
 def smaller(run: Any, of_model: Any) -> dict[str, Any]:

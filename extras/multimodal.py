@@ -62,7 +62,7 @@ class Folder(rl.Folder):
         if outside:
             towers = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
             print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors"
-                  f" are left out ({', '.join(towers)})", flush=True)
+                  f" are left out ({', '.join(towers)})")
         copied = for_further_tokens(names, model.config)
         ignored = model._keys_to_ignore_on_load_unexpected
         silent = {name for name in names - held
@@ -77,10 +77,10 @@ class Folder(rl.Folder):
                              f" {self.path} has {min(scales)} and {len(scales) - 1} more scales")
         if copied:
             print(f"not trained, and copied to an export: {len(copied)} tensors for multi-token"
-                  f" prediction, {min(copied)} to {max(copied)}", flush=True)
+                  f" prediction, {min(copied)} to {max(copied)}")
         if unexpected:
             print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
-                  f" {', '.join(sorted(unexpected))}", flush=True)
+                  f" {', '.join(sorted(unexpected))}")
 
 
 def text_config(path: str, whole: Any) -> Any:

@@ -70,7 +70,7 @@ def check_task(run: Any, options: Any) -> None:
             " in eos_token_id of generation_config.json"))
     for applies, sentence in notices:
         if applies:
-            print(f"notice: {sentence}", flush=True)
+            print(f"notice: {sentence}")
 
 
 def both_texts(tokenizer: Any, problem: Problem, data: Any) -> str:
@@ -107,4 +107,4 @@ def explain_first_loss(config: Any, row: dict[str, Any]) -> None:
     if max(abs(row["loss"]), abs(row["ratio_mean"] - 1)) < 0.05:  # small beside usual rewards
         print(f"    loss {row['loss']:.1e}, about 0 as it should be: the ratio is about 1 (mean"
               f" {row['ratio_mean']:.4f}) and the advantages of a group sum to 0; the gradient is"
-              f" not 0 (gnorm {norm:.3g})", flush=True)
+              f" not 0 (gnorm {norm:.3g})")

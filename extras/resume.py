@@ -48,7 +48,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         parts.first_step = step + 1
         parts.at_begin.append(partial(go_on, step))
     parts.at_begin.append(lambda trainer, record: print(
-        f"resumed at step {parts.first_step}{without}", flush=True))
+        f"resumed at step {parts.first_step}{without}"))
 
 
 def newest_checkpoint(run: Any) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ def check_task(run: Any, options: Options) -> Any:
     for text in options.stop:
         if "\\n" in text:
             print(f"notice: --stop {text!r} has a backslash and an n, which are no line break; in"
-                  " bash $'\\n' is one", flush=True)
+                  " bash $'\\n' is one")
     task = replace(run.task, readable=partial(before, options.stop))
     ends = StopTexts(run.task.tokenizer, options.stop)
     return replace(run, task=task, sampling=replace(run.sampling, ends=ends))

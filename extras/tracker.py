@@ -66,7 +66,7 @@ class Tracker:
         arguments = arguments_of_run(library, out, resumed)
         if resumed:
             print(f"{library} replaces no row: its rows from step {first_step} on stay beside the"
-                  " new ones, and the last rows before a kill may be missing", flush=True)
+                  " new ones, and the last rows before a kill may be missing")
         self.library = import_module(library)  # both have these functions
         self.library.init(**arguments, config=config)
         if self.of_wandb:

@@ -63,7 +63,7 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
             if same and texts == [other.decode(each) for each in sequences]:
                 return
     print(f"AutoTokenizer reads other tokens in {folder}; {GENERIC}.from_pretrained reads the right"
-          " ones", flush=True)
+          " ones")
 
 
 def write(file: Path, content: dict[str, Any]) -> None:

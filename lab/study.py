@@ -57,6 +57,7 @@ from report.errors import (
     exit_with_message,
     locked,
     one_line,
+    print_each_line_at_once,
     replace_file,
     stage,
     within,
@@ -248,6 +249,7 @@ def logged(function: Callable, folder: Path, *arguments: Any) -> None:
     with open(f"{folder}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    print_each_line_at_once()
     function(folder, *arguments)
 
 
@@ -292,7 +294,7 @@ def in_processes(
             folder = call[1]
             folder.parent.mkdir(parents=True, exist_ok=True)
             Path(f"{folder}.log").touch()
-            print(f"{folder.name} starts; its lines go to {folder}.log", flush=True)
+            print(f"{folder.name} starts; its lines go to {folder}.log")
             process = context.Process(target=logged, args=call)
             process.start()
             deadline = min(end, time.monotonic() + limit)
@@ -315,10 +317,10 @@ def in_processes(
         minutes = (time.monotonic() - started) / 60
         left = min(minutes / done * (len(tasks) - done), (end - time.monotonic()) / 60)
         print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min, about"
-              f" {left:.1f} left", flush=True)
+              f" {left:.1f} left")
         for line in Path(f"{folder}.log").read_text(errors="replace").splitlines():
             if "WITHOUT EFFECT" in line:
-                print(f"    {line}", flush=True)
+                print(f"    {line}")
         after(folder.name, failed)
 
 
@@ -360,13 +362,13 @@ def note(plan: Plan, run: str, crashed: Errors) -> None:
     try:
         cell = write_record(plan, crashed)["cells"].get(name)
     except OSError as error:
-        print(f"    the record was NOT WRITTEN: {one_line(error)}", flush=True)
+        print(f"    the record was NOT WRITTEN: {one_line(error)}")
         return
     if cell:
         figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
                    for each in cell["metrics"] if by_seed(cell, each)]
         expected = f"expected: {plan.study.cells[name].expected}"
-        print("   ", "; ".join([*figures, expected]), flush=True)
+        print("   ", "; ".join([*figures, expected]))
 
 
 # ---------------------------------------------------------------------------------- the record
@@ -590,7 +592,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         if plan.rehearsal:
-            print("no GPU: a rehearsal on a CPU, with tiny shapes", flush=True)
+            print("no GPU: a rehearsal on a CPU, with tiny shapes")
         with locked(str(plan.out)):
             record = write_record(plan, run_all(plan))
             curves = {name: cell["curves"] for name, cell in record["cells"].items()

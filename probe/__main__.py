@@ -87,7 +87,7 @@ class Diagnose:
         status = 0
         for trace in traces:
             verdict = diagnose(policy, trace, earlier, self.trainer)
-            print(f"\n{verdict.report}", flush=True)
+            print(f"\n{verdict.report}")
             status |= verdict.status != "parity"
         return int(status)
 
@@ -110,11 +110,11 @@ class Compare:
             verdicts = []
             for path, trace in zip(self.traces, pair, strict=True):
                 verdict = diagnose(load(self.model, trace.dtype, trace.longest), trace)
-                print(f"{Path(path).name}, {trace.name}: {verdict.headline}", flush=True)
+                print(f"{Path(path).name}, {trace.name}: {verdict.headline}")
                 verdicts.append(verdict)
             word, details = change(*verdicts)
             words.append(word)
-            print(f"=> {word}: {details}", flush=True)
+            print(f"=> {word}: {details}")
         return int("worse" in words)
 
 

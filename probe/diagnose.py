@@ -201,7 +201,7 @@ class StepProbe:
         path.parent.mkdir(exist_ok=True)
         save_trace(f"{path}.npz", trace)
         path.with_suffix(".txt").write_text(f"{title}\n{verdict.report}\n")
-        print(f"{title}: {verdict.headline}", flush=True)
+        print(f"{title}: {verdict.headline}")
         return {"probe": verdict.blamed}
 
 

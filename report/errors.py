@@ -53,6 +53,12 @@ def stage(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
 
 
+def print_each_line_at_once() -> None:
+    """Also to a file or a pipe, so that a log is never behind and a kill loses no line."""
+    if hasattr(sys.stdout, "reconfigure"):  # that of a notebook has no buffer
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def stop_on_signals() -> None:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does."""
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -68,6 +74,7 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
     `out`: the folder of an accepted run, for the traceback. Without it, the traceback is printed,
     unless the exception is a ValueError, which the checks of this program raise.
     """
+    print_each_line_at_once()
     try:
         yield
     except KeyboardInterrupt:

@@ -91,7 +91,7 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     unfinished = folder / "unfinished"  # renamed when it is complete
     if sum(map(torch.numel, state["policy"].values())) > LARGE:
-        print(f"writing {folder}/step_{step:06d}.pt", flush=True)
+        print(f"writing {folder}/step_{step:06d}.pt")
     with stage(f"writing a checkpoint in {folder}"):
         try:
             with unfinished.open("wb") as file:
@@ -128,7 +128,7 @@ def save_policy(run: Any, model: torch.nn.Module, parts: Any, folder: Path) -> N
     with ExitStack() as contexts:
         for as_saved in parts.while_saved:
             contexts.enter_context(as_saved())
-        print(f"writing {folder}", flush=True)
+        print(f"writing {folder}")
         write_folder(model, run.task.tokenizer, folder)
         for complete in parts.after_save:
             complete(model, folder)

@@ -68,11 +68,11 @@ def log(
 ) -> None:
     """All of it to metrics.jsonl and the writers, pictures, one line to the terminal."""
     append_rows(run.out / "metrics.jsonl", [figures])
-    print(log_line(figures, run.config.steps, endings), flush=True)
+    print(log_line(figures, run.config.steps, endings))
     if "eval_reward" in figures and figures["step"]:
         peak = max(figures["generate_gib"], figures["update_gib"])
         tokens_s = figures["tokens"] / figures["generate_s"]
-        print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s), flush=True)
+        print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s))
     draw_at_evaluation(run.out, figures)
     for write in writers:
         write(figures)

@@ -114,7 +114,7 @@ class Task:
                 })
         errors = [row["error"] for row in rows if row["error"]]
         if errors:
-            print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
+            print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}")
         return rows
 
     def text_of(self, rollout: Any) -> str:

@@ -51,7 +51,7 @@ def find_job(
     context = getattr(config, "max_position_embeddings", math.inf)
     problems = fitting(problems, context, max_new_tokens, data)
     try_reward(problems)
-    print(f"first prompt: {shown(problems.prompts_record['first'])}", flush=True)
+    print(f"first prompt: {shown(problems.prompts_record['first'])}")
     return Job(problems, folder, config, stop)
 
 

@@ -65,7 +65,7 @@ def load_task(name: str, seed: int, data: Options) -> Task:
                          f" {data.reward_workers}")
     task = split(task, name, seed, data.unreadable_answers == "drop")
     if task.num_repeated:
-        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
+        print(f"{task.num_repeated} repeated problems MERGED")
     return replace(task, reward_errors=data.reward_errors)
 
 
@@ -150,7 +150,7 @@ def try_reward(task: Task) -> None:
             if failed or result is None:
                 left_out.setdefault(str(result), said)
     for said in left_out.values():
-        print(f"notice: such responses have no reward and are left out: {said}", flush=True)
+        print(f"notice: such responses have no reward and are left out: {said}")
 
 
 def drawn(file: TaskFile) -> list[Any]:
@@ -336,7 +336,7 @@ def name_columns(
     if empty:
         said += (f"\nnotice: {empty} answers are empty; --answer-column names one of"
                  f" {', '.join(there)}")
-    print(said, flush=True)
+    print(said)
 
 
 def flat(row: Any, prefix: str = "") -> dict[str, Any]:

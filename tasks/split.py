@@ -49,4 +49,4 @@ def refuse_or_drop(
     said = f"{len(faults)} {what}: {'; '.join([*faults][:3])}"
     if not drop:
         raise ValueError(f"{said}; to leave them out, {option} drop")
-    print(f"{said}: DROPPED", flush=True)
+    print(f"{said}: DROPPED")

@@ -179,7 +179,7 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
             with suppress(OSError):  # another process may have been faster
                 whole.rename(folder)
     print(f"{name} model: taught for {TOYS[name].steps} steps in"
-          f" {time.monotonic() - started:.0f} s", flush=True)
+          f" {time.monotonic() - started:.0f} s")
     return folder
 
 
@@ -202,7 +202,7 @@ def teach(toy: Toy, config: Any, seed: int, device: str = "cpu") -> torch.nn.Mod
             break
         if time.monotonic() - said > 5:
             said = time.monotonic()
-            print(f"teaching the model its wrong habit: step {step} of {toy.steps}", flush=True)
+            print(f"teaching the model its wrong habit: step {step} of {toy.steps}")
         examples = [example(problem.question, toy.teacher(problem, rng))
                     for problem in rng.choices(pool, k=128)]
         inputs, targets = zip(*examples, strict=True)

@@ -67,4 +67,4 @@ def check(policy: Any, engine: Any, batch: Any, not_stated: Collection[str] = ()
                              f" more than {limit:.1e}")
         if is_fixed:
             print(f"the {side} differs from the stated distribution by {difference:.1e} nats (limit"
-                  f" {limit:.1e})", flush=True)
+                  f" {limit:.1e})")

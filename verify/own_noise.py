@@ -48,7 +48,7 @@ def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
         return compute()
     except Exception as error:  # of the library whose kernel it is
         print(f"notice: the trainer's own noise is NOT MEASURED, {error!r}: the limit is"
-              f" {UNMEASURED} nats", flush=True)
+              f" {UNMEASURED} nats")
         return None
 
 

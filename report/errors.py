@@ -33,15 +33,9 @@ def printable(options: Any, *names: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's type and text in one line that can be printed."""
+    """An exception's type and text in one line."""
     text = "".join(traceback.format_exception_only(error))  # also if the error's own __str__ fails
-    return escaped(" ".join(text.split())[:1000])
-
-
-def escaped(text: str) -> str:
-    """The text with characters that the terminal cannot show written as their numbers."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, errors="backslashreplace").decode(encoding)
+    return " ".join(text.split())[:1000]
 
 
 @contextmanager
@@ -54,9 +48,12 @@ def stage(what: str) -> Iterator[None]:
 
 
 def print_each_line_at_once() -> None:
-    """Also to a file or a pipe, so that a log is never behind and a kill loses no line."""
+    """Also to a file or a pipe, so that a log is never behind and a kill loses no line.
+
+    Characters that the terminal cannot show are written as their numbers.
+    """
     if hasattr(sys.stdout, "reconfigure"):  # that of a notebook has no buffer
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
 
 def stop_on_signals() -> None:

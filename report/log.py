@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from report.curves import draw_at_evaluation
-from report.errors import escaped
 from report.files import append_rows
 
 STEP = (
@@ -51,7 +50,7 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
                       for name, value in figures.items() if name.startswith("reward/"))
     minutes, seconds = divmod(round(figures.get("left_s", 0)), 60)
     left = f"{minutes} min" if minutes else f"{seconds} s"
-    figures = figures | {"terms": escaped(terms and f" ({terms})"), "left": left, "steps": steps,
+    figures = figures | {"terms": terms and f" ({terms})", "left": left, "steps": steps,
                          "all_truncated": figures.get("trunc_frac") == 1}
     line = "step {step:>3}/{steps}"
     if "reward" in figures:
@@ -86,15 +85,15 @@ def settings_lines(trainer: dict[str, Any], engine: dict[str, Any]) -> str:
 
 
 def shown(text: str, head: int = 300, tail: int = 300) -> str:
-    """A text as JSON in one line that the terminal can print, with the middle left out."""
+    """A text as JSON in one line, with the middle left out."""
     text = json.dumps(text, ensure_ascii=False)
     if len(text) > head + tail + 3:
         text = f"{text[:head]}...{text[len(text) - tail :]}"
-    return escaped(text)
+    return text
 
 
 def answer_line(row: dict[str, Any]) -> str:
     """An answer of an evaluation, a row of samples.jsonl, in one line."""
     texts = [shown(row[name], 77, 0) for name in ("question", "response")]
     reward = "left out" if row["reward"] is None else f"reward {row['reward']:g}"
-    return escaped(f"    {' -> '.join(texts)}, {reward}")
+    return f"    {' -> '.join(texts)}, {reward}"

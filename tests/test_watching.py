@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from helpers import ROUNDING, built, rows
+from helpers import ROUNDING, built, python, rows
 from matplotlib.figure import Figure
 
 from extras import ENDINGS
@@ -79,9 +79,13 @@ def test_the_line_of_a_step(metrics, line):
     assert log_line({"step": 0} | metrics, 9, ENDINGS) == f"step   0/9 {line}"
 
 
-def test_an_answer_is_one_short_line_that_any_terminal_shows():
+def test_an_answer_is_one_short_line():
     assert answer_line(ROW) == '    "What is 3 + 2?" -> " 5\\nor 6", reward 1'
     long = answer_line(ROW | {"response": "x" * 300})
     assert len(long) < 130
     assert long.endswith('..., reward 1')
-    assert "\\ud800" in answer_line(ROW | {"response": "\ud800"})
+
+
+def test_a_command_prints_what_the_terminal_cannot_show_as_numbers():
+    code = "from report.errors import exit_with_message\nwith exit_with_message(2): print('\\u20ac \\ud800')"
+    assert python("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u20ac \\ud800\n"

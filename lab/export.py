@@ -4,7 +4,6 @@
 """
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 import extras
 from report.errors import exit_with_message, stage
-from report.files import earlier_run, of_today, save_policy
+from report.files import appears_whole, earlier_run, of_today, save_policy
 from tasks.job import model_digests
 from tasks.model_folder import describe_model
 from train import Config, Parts, Run
@@ -48,11 +47,10 @@ def export(checkpoint: tyro.conf.Positional[Path], to: Path | None = None) -> Pa
     _, tokenizer, stop = describe_model(folder, lambda path: extras.folder(path).config())
     task = SimpleNamespace(tokenizer=tokenizer, prompts=[()], fingerprint="")
     sampling = SimpleNamespace(**config.flat(), stop_token_ids=stop)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=to.parent, prefix=f"{to.name}.") as unfinished:
-        run = Run(config, Path(unfinished), folder, task, sampling)
-        save(run, trained)
-        (run.out / "policy").rename(to)
+    with appears_whole(to) as new:
+        # An empty `out`: options would look into that of the run.
+        run = Run(config, new.parent, folder, task, sampling)
+        save(run, trained, new)
     return to
 
 
@@ -67,8 +65,8 @@ def refuse_other_model(folder: str, name: str, files: dict[str, str]) -> None:
                          f" are {', '.join(changed)}")
 
 
-def save(run: Run, trained: dict[str, Tensor]) -> None:
-    """Load the checkpoint's tensors and write OUT/policy, as at the end of a run.
+def save(run: Run, trained: dict[str, Tensor], to: Path) -> None:
+    """Load the checkpoint's tensors and write the model, as at the end of a run.
 
     Raises: ValueError if the model has other tensors.
     """
@@ -86,7 +84,7 @@ def save(run: Run, trained: dict[str, Tensor]) -> None:
                          f" {', '.join(sorted(others))}")
     with stage("loading the checkpoint"):  # shapes
         model.load_state_dict(trained, strict=False)
-    save_policy(run, model, parts, run.out / "policy")
+    save_policy(run, model, parts, to)
 
 
 def main(arguments: list[str] | None = None) -> None:

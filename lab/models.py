@@ -17,14 +17,11 @@ NARROW = dict(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_l
 
 
 def write_model(folder: Path, name: str, seed: int) -> None:
-    """A model of a shape of SHAPES, on a CPU a narrow one; `taught-SHAPE` has the ladder's habit.
-
-    There is no such folder until it is complete.
-    """
+    """A model of a shape of SHAPES, on a CPU a narrow one; taught-SHAPE has the ladder's habit."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from report.files import write_folder
+    from report.files import appears_whole, write_folder
     from tasks.toys import TOYS, teach, toy_tokenizer
 
     torch.manual_seed(seed)
@@ -41,9 +38,8 @@ def write_model(folder: Path, name: str, seed: int) -> None:
     else:
         model = Qwen2ForCausalLM(config).to(device)
         follow_digits(model)
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    write_folder(model.to(torch.bfloat16), toy_tokenizer(), unfinished)
-    unfinished.rename(folder)
+    with appears_whole(folder) as new:
+        write_folder(model.to(torch.bfloat16), toy_tokenizer(), new)
 
 
 def follow_digits(model: Any) -> None:

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
 from shutil import copymode
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -107,6 +109,17 @@ def digest_of(path: Path) -> str:
     """The first 16 digits of the file's SHA-256."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()[:16]
+
+
+@contextmanager
+def appears_whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which gets its name when the block has ended."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as unfinished:
+        new = Path(unfinished) / folder.name
+        yield new
+        if not folder.exists():  # another process may have been faster
+            new.rename(folder)
 
 
 def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:

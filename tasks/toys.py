@@ -15,9 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -167,17 +165,11 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     folder = toy_folder(cache_dir, seed, task)
     if folder.is_dir():
         return folder
-    from report.files import write_folder
+    from report.files import appears_whole, write_folder
 
     name, started = toy_for(task), time.monotonic()
-    with stage(f"teaching a model for --cache-dir {cache_dir}"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=cache_dir, prefix=f"{folder.name}.") as unfinished:
-            model = teach(TOYS[name], toy_config(name), seed)
-            whole = Path(unfinished) / "model"
-            write_folder(model, toy_tokenizer(), whole)
-            with suppress(OSError):  # another process may have been faster
-                whole.rename(folder)
+    with stage(f"teaching a model for --cache-dir {cache_dir}"), appears_whole(folder) as new:
+        write_folder(teach(TOYS[name], toy_config(name), seed), toy_tokenizer(), new)
     print(f"{name} model: taught for {TOYS[name].steps} steps in"
           f" {time.monotonic() - started:.0f} s")
     return folder

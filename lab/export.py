@@ -57,9 +57,8 @@ def export(checkpoint: tyro.conf.Positional[Path], to: Path | None = None) -> Pa
 def refuse_other_model(folder: str, name: str, files: dict[str, str]) -> None:
     """Raises: ValueError if the model's folder is not as the run has read it."""
     before = {file: digest for file, digest in files.items() if Path(file).parent == Path(name)}
-    now = model_digests(name, folder)
-    changed = sorted(file for file in now.keys() | before.keys()
-                     if now.get(file) != before.get(file))
+    differ = model_digests(name, folder).items() ^ before.items()
+    changed = sorted({file for file, _ in differ})
     if changed:
         raise ValueError(f"the model in {folder} must be as at the run's start, changed or missing"
                          f" are {', '.join(changed)}")

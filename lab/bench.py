@@ -146,11 +146,10 @@ def main(arguments: list[str]) -> None:
         with clock("bare_update"):
             bare_training(model, done.batch, config, backward=True)
         trainer.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
-        row |= clock.phases | formula | {"start_s": start_s}
+        bare_step = {"bare_step_s": sum(clock.phases.values())}
+        row |= clock.phases | bare_step | formula | {"start_s": start_s}
         row["bare_us"] = us * (row["bare_generate_s"] - sum(in_runner))
         # The rest of `sync`: weights and KV cache wake.
         row["wake_s"] = row["sync_s"] - row["load_s"] - row["proof_s"] - row["canary_s"]
-        row["bare_step_s"] = sum(
-            row[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))
         append_rows(run.out / "metrics.jsonl", [row])
     engine.close()

@@ -136,8 +136,8 @@ class Run:
 
     @property
     def options(self) -> Record:
-        """What makes it this run and no other, as JSON has it."""
-        return json.loads(json.dumps(self.config.experiment | {"steps": self.config.steps}))
+        """What makes it this run and no other."""
+        return self.config.experiment | {"steps": self.config.steps}
 
     @property
     def finished(self) -> bool:
@@ -444,14 +444,19 @@ def by_seed(cell: Record, name: str) -> Values:
     return {seed: value for seed, value in values if value is not None}
 
 
-def text_of(metric: Metric, ours: Values, theirs: Values) -> str:
-    """`mean (smallest to largest); difference ± half of its interval`, empty if not measured."""
-    if not ours:
-        return ""
-    values, form = list(ours.values()), metric.form
-    if isinstance(values[0], str):
+def mean_of(metric: Metric, values: list) -> str:
+    """The mean, or each different text; empty if nothing was measured."""
+    if not values or isinstance(values[0], str):
         return " / ".join(dict.fromkeys(values))
-    text = f"{mean(values):{form}}"
+    return f"{mean(values):{metric.form}}"
+
+
+def text_of(metric: Metric, ours: Values, theirs: Values) -> str:
+    """`mean (smallest to largest); difference ± half of its interval`, as `mean_of`."""
+    values, form = list(ours.values()), metric.form
+    text = mean_of(metric, values)
+    if not values or isinstance(values[0], str):
+        return text
     if len(values) > 1:
         text += f" ({min(values):{form}} to {max(values):{form}})"
     difference, half = paired(ours, theirs)
@@ -518,11 +523,8 @@ def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     metrics = metrics or tuple(usual_columns(record))
     rows = [["", *metrics]]
     for name in chosen:
-        found = [by_seed(record["cells"][name], each) for each in metrics]
-        texts = [text_of(described(each), values, {})
-                 for each, values in zip(metrics, found, strict=True)]
-        rows.append([name, *(text.partition(" (")[0] if described(each).form else text
-                             for each, text in zip(metrics, texts, strict=True))])
+        found = [[*by_seed(record["cells"][name], each).values()] for each in metrics]
+        rows.append([name, *map(mean_of, map(described, metrics), found)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
              for first, *others in rows]
@@ -582,12 +584,12 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     with exit_with_message(2):
         options = tyro.cli(Options, args=words, description=__doc__)
+        shown = means if options.narrow else report
         if options.print is not None:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])
             with stage(f"reading the record {path}"):
                 record = read_json(path)
                 cells = record["cells"]
-                shown = means if options.narrow else report
             print(shown(record, options.metrics, options.chosen(cells)))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
@@ -600,12 +602,10 @@ def main(arguments: list[str] | None = None) -> int:
             if curves:
                 draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    table = report(record, options.metrics, chosen)
     if options.narrow:
-        table = means(record, options.metrics, chosen)
         draw_means(record, options.metrics or plan.study.metrics, chosen,
                    plan.out / f"{options.study}-means.png")
-    print(f"\n{table}\n\nwritten to {plan.record}")
+    print(f"\n{shown(record, options.metrics, chosen)}\n\nwritten to {plan.record}")
     return 1 if record["crashed"] else 0
 
 

@@ -22,16 +22,26 @@ def for_further_tokens(names: Iterable[str], config: Any) -> set[str]:
             or any(int(number) in layers for number in re.findall(r"\blayers\.(\d+)\.", name))}
 
 
+def files_of_tensors(folder: str | Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint, which has one file or several."""
+    from safetensors import safe_open
+
+    files = {}
+    for file in Path(folder).glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file)
+    return files
+
+
 def copy_untrained(path: str, config: Any, folder: Path) -> None:
     """Add the tensors of the model in `path` to its export in `folder`, as one more file."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    tensors, files = {}, {}
-    for file in Path(path).glob("model*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            tensors |= {name: opened.get_tensor(name)
-                        for name in for_further_tokens(opened.keys(), config)}
+    files, tensors = files_of_tensors(path), {}
+    for name in for_further_tokens(files, config):
+        with safe_open(files[name], "pt") as opened:
+            tensors[name] = opened.get_tensor(name)
     if not tensors:
         return
     whole = folder / "model.safetensors"
@@ -40,8 +50,6 @@ def copy_untrained(path: str, config: Any, folder: Path) -> None:
     untrained = whole.with_stem("model-untrained")
     save_file(tensors, untrained, {"format": "pt"})
     copymode(folder / "config.json", untrained)
-    for file in folder.glob("model*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            files |= dict.fromkeys(opened.keys(), file.name)
-    index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+    names = {name: file.name for name, file in files_of_tensors(folder).items()}
+    index = json.dumps({"metadata": {}, "weight_map": names}, indent=2)
     (folder / "model.safetensors.index.json").write_text(index)

@@ -6,13 +6,12 @@ to an export. docs/models.md has the architectures.
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import rl
-from extras.further_tokens import copy_untrained, for_further_tokens
+from extras.further_tokens import copy_untrained, files_of_tensors, for_further_tokens
 
 # Multimodal models whose text model is trained here, by their type.
 MULTIMODAL = "gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_5", "qwen3_vl"
@@ -54,7 +53,7 @@ class Folder(rl.Folder):
         tensor of the model is beside a scale of its own.
         """
         super().check(model, report)
-        names, held = tensor_names(self.path), model.state_dict().keys()
+        names, held = files_of_tensors(self.path).keys(), model.state_dict().keys()
         outside = set()  # the towers for pictures and sound
         if text_names(self.path):
             inside = *TEXT_NAMES, "lm_head.", "mtp."  # the last are of extras/further_tokens.py
@@ -96,7 +95,7 @@ def text_config(path: str, whole: Any) -> Any:
         raise ValueError(f"model must be a language model, or one of {', '.join(MULTIMODAL)} (whose"
                          f" text model is trained), {path} is a {whole.model_type}; try a folder"
                          f" with its {config.model_type} alone")
-    names = tensor_names(path)  # none where only the configuration is there
+    names = files_of_tensors(path)  # none where only the configuration is there
     headless = names and not any(name.endswith("lm_head.weight") for name in names)
     ties = any if headless else all
     if config.model_type == "qwen3_vl_text":  # has no class of its own
@@ -110,24 +109,13 @@ def text_config(path: str, whole: Any) -> Any:
     return config
 
 
-def tensor_names(path: str) -> set[str]:
-    """Those of the checkpoint in a folder, one file or several."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in Path(path).glob("model*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names.update(opened.keys())
-    return names
-
-
 def text_names(path: str) -> dict[str, str]:
     """The prefixes that transformers must replace (regular expressions), and by what.
 
     Empty for the folder of a text model. Raises: ValueError if two tensors get one name.
     """
     renamed, own = {}, Counter()
-    for name in tensor_names(path):
+    for name in files_of_tensors(path):
         old = next((prefix for prefix in TEXT_NAMES if name.startswith(prefix)), "")
         new = TEXT_NAMES.get(old, "")
         own[new + name.removeprefix(old)] += 1

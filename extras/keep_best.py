@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from report.errors import stage
-from report.files import appears_whole, read_rows, save_policy
+from report.files import appears_whole, read_json, read_rows, save_policy
 
 NOT_OF_THE_EXPERIMENT = {"keep_best"}
 
@@ -36,8 +36,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         return
     best = {"step": -1, "metric": name, "value": -math.inf}
     if folder.exists():
-        with stage(f"reading {folder}/best.json"):
-            best = json.loads((folder / "best.json").read_text())
+        best = read_json(folder / "best.json")
         is_new = parts.new_folder or not (run.out / "config.json").exists()
         if is_new or best["metric"] != name:
             raise ValueError("out must be without another run's or metric's best policy (it would"

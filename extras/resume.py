@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from report.errors import replace_file
-from report.files import REMOVED, TABLES, checkpoints, earlier_run, of_today, read_rows
+from report.files import REMOVED, TABLES, checkpoints, of_today, read_json, read_rows
 
 NOT_OF_THE_EXPERIMENT = {"resume"}
 
@@ -63,7 +63,7 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
             raise ValueError(f"out must be new or a whole run, {run.out} has a run's files without"
                              " config.json")
         return None
-    earlier = earlier_run(run.out)
+    earlier = read_json(run.out / "config.json")
     free = run.config.flat().keys() - run.config.experiment.keys()
     before = of_today(run.config, earlier["config"])
     refuse_other_rates(options, before)
@@ -137,6 +137,6 @@ def go_on(step: int, trainer: Any, record: dict[str, Any]) -> None:
     for name in TABLES:
         rows = [row for row in read_rows(out / name) if row["step"] <= step]
         replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))
-    now, first = {"step": step + 1} | record, earlier_run(out)
+    now, first = {"step": step + 1} | record, read_json(out / "config.json")
     record.clear()
     record.update(first | {"resumed": [*first.get("resumed", []), now]})

@@ -12,7 +12,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
 
-from report.errors import replace_file, stage
+from report.errors import replace_file
+from report.files import read_json
 
 # Arguments of wandb.init that the environment decides; wandb reads its other variables itself.
 WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "name": "WANDB_NAME",
@@ -96,8 +97,7 @@ def arguments_of_run(library: str, out: Path, resumed: bool) -> dict[str, str]:
     if library == "trackio":  # a run's name is its only id
         arguments = {"project": "grpo", "name": f"{out.name}-{run_id}"}
     if resumed:
-        with stage(f"reading {path}"):
-            arguments |= json.loads(path.read_text()) | {"resume": "allow"}
+        arguments |= read_json(path) | {"resume": "allow"}
     if library == "wandb":
         arguments |= {"dir": str(out)} | {
             argument: os.environ[variable] for argument, variable in WANDB.items()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import extras
 from report.errors import exit_with_message, stage
-from report.files import appears_whole, earlier_run, of_today, save_policy
+from report.files import appears_whole, of_today, read_json, save_policy
 from tasks.job import model_digests
 from tasks.model_folder import describe_model
 from train import Config, Parts, Run
@@ -38,7 +38,7 @@ def export(checkpoint: tyro.conf.Positional[Path], to: Path | None = None) -> Pa
     to = to or out / f"policy_{step:06d}"
     if to.exists():
         raise ValueError(f"to must be a new folder, {to} is there; try another --to")
-    record = earlier_run(out)
+    record = read_json(out / "config.json")
     record = record.get("resumed", [record])[-1]
     with stage(f"reading {out}/config.json"):
         config = Config.from_flat(of_today(Config(), record["config"]))

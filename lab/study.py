@@ -62,7 +62,7 @@ from report.errors import (
     stage,
     within,
 )
-from report.files import of_today, provenance, read_rows
+from report.files import of_today, provenance, read_json, read_rows
 from train import Config
 from verify.start import prepare_environment
 
@@ -226,10 +226,6 @@ class Plan:
                 if run.finished or self.study.piecewise:
                     counted.setdefault(name, []).append(run)
         return counted
-
-
-def read_json(path: Path) -> Record:
-    return json.loads(path.read_text())
 
 
 def execute(folder: Path, run: Run, origin: Record) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from report.errors import stage
+from report.files import read_json
 
 # Columns of both tables, in nats: the mean |mismatch| of tokens; their mean k3, an estimate of
 # KL(engine || trainer).
@@ -85,8 +86,7 @@ def dtype_of(log: str, given: str | None) -> str:
     """
     beside, recorded = Path(log).with_name("config.json"), None
     if beside.exists():
-        with stage(f"reading {beside}"):
-            recorded = json.loads(beside.read_text()).get("config", {}).get("dtype")
+        recorded = read_json(beside).get("config", {}).get("dtype")
     if not given and not recorded:
         raise ValueError(f"dtype must be given (no config.json of train.py is beside {log}); try"
                          " --dtype bfloat16, in which most trainers run vLLM")

@@ -52,9 +52,7 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
     }
 
 
-def earlier_run(out: Path) -> dict[str, Any]:
-    """config.json of the run in `out`."""
-    path = out / "config.json"
+def read_json(path: Path) -> dict[str, Any]:
     with stage(f"reading {path}"):
         return json.loads(path.read_text())
 

@@ -25,12 +25,11 @@ def check_task(run: Any, options: Any) -> None:
              if problem.messages and problem.messages[-1]["role"] == "assistant"]
     continued = [texts for problem in begun if (texts := both_texts(tokenizer, problem, data))]
     keys = {key for problem in problems for message in problem.messages for key in message}
-    template = str(tokenizer.chat_template) if data.chat_template else ""
+    template = str((data.chat_template and tokenizer.chat_template) or "")
     hidden = [key for key in sorted(keys - {"role", "content"})
               if not re.search(rf"\b{re.escape(key)}\b", template)]
     lost = {key for problem in begun for key in problem.messages[-1]}
     lost -= {"role", "content", *hidden}
-    in_template = tokenizer.chat_template and data.chat_template
     prompt = tokenizer.decode(problems[0].prompt_ids)
     last = min(config.steps, config.lr_warmup_steps)
     largest = max(map(config.lr_at, range(1, last + 1)), default=0)
@@ -51,10 +50,10 @@ def check_task(run: Any, options: Any) -> None:
                 " begins: it must not be the answer"),
         (continued, f"the chat template itself would continue {len(continued)} of these chats"
                     f" differently: {''.join(continued[:1])}"),
-        (in_template and prompt.rstrip().endswith("<think>"),
+        (template and prompt.rstrip().endswith("<think>"),
          "the chat template opens <think>: it is part of the prompt, and no response begins with"
          " it"),
-        (in_template and (data.system_prompt or "").strip() not in prompt,
+        (template and (data.system_prompt or "").strip() not in prompt,
          "the chat template leaves the system prompt out"),
     ]
     # A template can refuse the turn of an assistant.

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from engine_adapter import reseed
 from lab.bench import built
@@ -27,10 +27,7 @@ ROWS = 12  # of a table
 
 def profiled(what: str, work: Callable[[], None]) -> float:
     """Print the tables of the work; returns the share of its time in which the GPU computes."""
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:
         started = time.perf_counter()
         work()
         if torch.cuda.is_available():

@@ -151,9 +151,6 @@ def groups_of(path: str, group: str | None, model: str) -> list[Trace]:
 
 def load_policy(path: str, dtype: str, longest: int, fp32_head: bool = True) -> Policy:
     """The trainer of the probe. Raises: ValueError for every error in loading it."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
         model = extras.folder(path).load(getattr(torch, dtype)).to(device)

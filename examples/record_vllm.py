@@ -37,7 +37,7 @@ SAMPLING = {"temperature": 0.7}  # at temperature 1 raw log-probabilities do not
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
            "presence_penalty": 0.0, "frequency_penalty": 0.0}
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton", "flash-attn",
-            "flashinfer-python", "xformers")
+            "flashinfer-python", "xformers", "trl")
 SECRETS = ("key", "key_id", "token", "secret", "password", "credentials", "authorization")
 # vLLM sets more later. A trace is passed on, so it must have no secret.
 ENVIRONMENT = {name: value for name, value in os.environ.items()

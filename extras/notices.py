@@ -31,12 +31,10 @@ def check_task(run: Any, options: Any) -> None:
     lost = {key for problem in begun for key in problem.messages[-1]}
     lost -= {"role", "content", *hidden}
     prompt = tokenizer.decode(problems[0].prompt_ids)
-    last = min(config.steps, config.lr_warmup_steps)
-    largest = max(map(config.lr_at, range(1, last + 1)), default=0)
     notices = [
         (0 < config.steps <= config.lr_warmup_steps,
          f"a warm-up of {config.lr_warmup_steps} steps in a run of {config.steps}: the learning"
-         f" rate ends at {largest:.1e}, below its peak of {config.lr:.1e}"),
+         f" rate stays below its peak of {config.lr:.1e}"),
         (lost, "a response begins with the content of the assistant's last message alone, not with"
                f" its {', '.join(sorted(lost))}"),
         (hidden, f"the chat template shows no {', '.join(hidden)} of the messages"),

@@ -18,7 +18,6 @@ class Job(NamedTuple):
 
     task: Task
     folder: str  # the toy's is there after `teach_toy`
-    config: Any  # of the language model
     stop_token_ids: tuple[int, ...]
 
 
@@ -52,7 +51,7 @@ def find_job(
     problems = fitting(problems, context, max_new_tokens, data)
     try_reward(problems)
     print(f"first prompt: {shown(problems.prompts_record['first'])}")
-    return Job(problems, folder, config, stop)
+    return Job(problems, folder, stop)
 
 
 def teach_toy(task: str, seed: int, model: str, data: Options) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         parts.with_model.append(checkpoint_layers)
 
 
-def checkpoint_layers(model: torch.nn.Module) -> None:
+def checkpoint_layers(model: Module) -> None:
     """Keep only the input of each layer for backward.
 
     Raises: ValueError if the model does not support it, or if a layer is not computed again.
@@ -28,8 +29,8 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
-    layers: list[torch.nn.Module] = []
-    inner: set[torch.nn.Module] = set()
+    layers: list[Module] = []
+    inner: set[Module] = set()
     # A layer inside of another one (Zamba 2) is computed again with it, and may not decide anew
     # then: torch would mix up what the two passes save.
     for module in model.modules():
@@ -52,18 +53,18 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
     check_recomputation(model, layers)
 
 
-def for_each_part(layers: list[torch.nn.Module], call: Callable[[torch.nn.Module], None]) -> list:
+def for_each_part(layers: list[Module], call: Callable[[Module], None]) -> list:
     """Call `call(layer)` before each part of a layer. The hooks are returned."""
     return [part.register_forward_pre_hook(lambda *_, layer=layer: call(layer))
             for layer in layers for part in layer.children()]
 
 
-def check_recomputation(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+def check_recomputation(model: Module, layers: list[Module]) -> None:
     """A forward and a backward pass of 8 tokens, without a change of any `grad`.
 
     Raises: ValueError if backward does not compute each layer again.
     """
-    calls: Counter[torch.nn.Module] = Counter()
+    calls: Counter[Module] = Counter()
     hooks = for_each_part(layers, lambda layer: calls.update([layer]))
     ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Conv1d, Embedding, Linear
+from torch.nn import Conv1d, Embedding, Linear, Module
 
 
-def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:
+def linear_layers(model: Module) -> dict[str, Linear]:
     """Those of the body, by the names of their weights; the head is not one of them."""
     head = model.get_output_embeddings()
     return {f"{name}.weight": module for name, module in model.named_modules()
@@ -21,7 +20,7 @@ def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:
 
 
 def only_linear_layers(
-    model: torch.nn.Module, rule: str, reason: str
+    model: Module, rule: str, reason: str
 ) -> tuple[dict[str, Linear], str]:
     """`linear_layers`, for an option whose `rule` is that the body has no others with matrices.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from extras.linear_layers import only_linear_layers, replaced
@@ -49,7 +50,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
     if not options.lora_rank:
         return
 
-    def adapt(model: torch.nn.Module) -> None:
+    def adapt(model: Module) -> None:
         adapters = Adapters(model, options, run.config.seed)
         parts.policy["send"] = adapters
         parts.while_saved.append(adapters.plain_model)
@@ -89,10 +90,10 @@ class MergedLinear(torch.autograd.Function):
         return x_grad, None, None, (outer @ b).T @ rows, outer.T @ (rows @ a.T), None
 
 
-class AdaptedLinear(torch.nn.Module):
+class AdaptedLinear(Module):
     """A linear layer with an adapter. It holds the layer's own parameters under their names."""
 
-    def __init__(self, plain: torch.nn.Linear, lora: Options, generator: torch.Generator):
+    def __init__(self, plain: Linear, lora: Options, generator: torch.Generator):
         super().__init__()
         self.plain = [plain]  # in a list, so that it is no submodule
         self.weight, self.bias = plain.weight, plain.bias
@@ -100,9 +101,8 @@ class AdaptedLinear(torch.nn.Module):
         self.merges = lora.lora_forward == "merged"
         width, device = plain.in_features, plain.weight.device
         a = 2 * torch.rand(lora.lora_rank, width, generator=generator) - 1  # on the CPU: the same
-        self.lora_A = torch.nn.Parameter((a * width**-0.5).to(device))
-        self.lora_B = torch.nn.Parameter(
-            torch.zeros(plain.out_features, lora.lora_rank, device=device))
+        self.lora_A = Parameter((a * width**-0.5).to(device))
+        self.lora_B = Parameter(torch.zeros(plain.out_features, lora.lora_rank, device=device))
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -124,7 +124,7 @@ class Adapters(EngineWeights):
     `only_linear_layers`.
     """
 
-    def __init__(self, model: torch.nn.Module, lora: Options, seed: int):
+    def __init__(self, model: Module, lora: Options, seed: int):
         generator = torch.Generator().manual_seed(seed)
         plain, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
         model.requires_grad_(False)

@@ -10,7 +10,7 @@ Shared by extras/memory_check.py, lab/memory.py and lab/bench.py.
 from typing import Any
 
 import torch
-from torch.nn import LayerNorm
+from torch.nn import LayerNorm, Module
 
 from extras.linear_layers import linear_layers, only_linear_layers
 
@@ -19,7 +19,7 @@ CONTEXT = 1.5 * GIB  # estimate: CUDA context, workspaces, vLLM's buffers that s
 HEAD_CHUNKS = 4  # chunks of logits that the head holds at once, in fp32
 
 
-def without_memory(model_config: Any) -> torch.nn.Module:
+def without_memory(model_config: Any) -> Module:
     """The model on torch's meta device: shapes without memory."""
     from transformers import AutoModelForCausalLM
 
@@ -28,7 +28,7 @@ def without_memory(model_config: Any) -> torch.nn.Module:
 
 
 def phases(
-    config: Any, model: torch.nn.Module, prompt_tokens: int, chunk_elements: int
+    config: Any, model: Module, prompt_tokens: int, chunk_elements: int
 ) -> dict[str, dict[str, float]]:
     """Bytes by term, in the phases with the largest peaks. `model` may be on the meta device.
 
@@ -63,7 +63,7 @@ def phases(
     return {"generate": generate, "update": update}
 
 
-def num_adapter_parameters(given: dict[str, Any], model: torch.nn.Module) -> int:
+def num_adapter_parameters(given: dict[str, Any], model: Module) -> int:
     """Of --lora-rank or --adapter, 0 without them. Raises: ValueError if the model has experts."""
     layers, rank = linear_layers(model), given.get("lora_rank")
     if given.get("adapter"):
@@ -79,7 +79,7 @@ def num_adapter_parameters(given: dict[str, Any], model: torch.nn.Module) -> int
     return rank * sum(sum(layer.weight.shape) for layer in layers.values())
 
 
-def activation_bytes(given: dict[str, Any], model: torch.nn.Module, size: int) -> float:
+def activation_bytes(given: dict[str, Any], model: Module, size: int) -> float:
     """What backward needs of a position, with `size` bytes a number.
 
     Of a layer: 16 H for the norms, which compute in fp32, and size (8 H + 4 I) for attention and
@@ -102,7 +102,7 @@ def activation_bytes(given: dict[str, Any], model: torch.nn.Module, size: int) -
     return all_layers
 
 
-def num_positions(config: Any, model: torch.nn.Module, prompt_tokens: int) -> float:
+def num_positions(config: Any, model: Module, prompt_tokens: int) -> float:
     """Positions of the largest micro-batch. A prompt computed once counts once for its rows."""
     given = config.flat()
     longest = prompt_tokens + config.max_new_tokens

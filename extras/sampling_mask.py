@@ -94,6 +94,8 @@ def kept_sets(batch: Batch, response: Tensor) -> Restriction:
     Without kept sets (`--parity.no-sampling-mask`) it is over the vocabulary. Shapes: response
     (B, T), bool, N of them true.
     """
+    if not response.any():  # all rows of a micro-batch are masked
+        return no_restriction
     kept: list[numpy.ndarray] = []
     for rollout in batch.rollouts[response.any(dim=1).numpy(force=True)]:
         trained = rollout.trained or [True] * len(rollout.kept)

@@ -29,7 +29,9 @@ class Problem(NamedTuple):
     @property
     def key(self) -> str:
         """Equal for two problems that ask the same."""
-        return json.dumps(self.messages, default=str) if self.messages else self.question.strip()
+        if self.messages:
+            return json.dumps(self.messages, default=str, sort_keys=True)
+        return self.question.strip()
 
 
 # Of a problem and a response: a number, a dictionary of named parts whose sum is the reward, or

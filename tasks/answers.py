@@ -111,7 +111,8 @@ class Answers:
             box = re.sub(NAME, "", box)
         given = plain_number(box.rstrip(r"\%. ")) if box else last_number(text)
         if number is None or (given is None and text != response):
-            return self._verify(gold, box or last_formula(text))
+            tagged = bare(text) if text != response else ""
+            return self._verify(gold, box or last_formula(text) or tagged)
         if "." in gold and re.search(r"\d\s*(?:\\?%|percent\b)\D*\Z", text):
             return float(given in (number, number * 100))
         return float(number == given)

@@ -23,7 +23,7 @@ def describe_model(
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder = Path(path)
@@ -31,12 +31,14 @@ def describe_model(
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         text = read_config(path)
         tokenizer = load_tokenizer(path)
-        ends = [tokenizer, config, config.get_text_config()]  # they declare end-of-sequence tokens
+        # Of config.json what it says itself: a class has a default of its own, such as 2.
+        said, _ = PretrainedConfig.get_config_dict(path)
+        ends = [tokenizer.eos_token_id]
+        ends += [each.get("eos_token_id") for each in (said, said.get("text_config", {}))]
         if (folder / "generation_config.json").exists():
-            ends.append(GenerationConfig.from_pretrained(path))
+            ends.append(GenerationConfig.from_pretrained(path).eos_token_id)
         stop = set()
-        for source in ends:
-            declared = getattr(source, "eos_token_id", None)
+        for declared in ends:
             stop |= set(declared if isinstance(declared, list) else [declared])
         stop -= {None}
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -17,9 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
+
 from report.errors import stage
 from tasks import Problem, Task
-from tasks.answers import Answers, Unreadable
+from tasks.answers import Answers, Unreadable, last_part
 from tasks.model_folder import reach_hub
 from tasks.options import Options
 from tasks.split import refuse_or_drop, split
@@ -100,19 +102,20 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
         question, answer = choose_columns(
             name, columns, data, file is None, strict and not from_program)
     answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
-    problems, faults = {}, []
+    problems, faults, unsaid = {}, [], []
     for source, row in rows:
         try:
             problem = problem_of(source, row, question, answer, file is not None)
-            if not file:
-                answers.reward(problem, "")
+            if not file and not answers.reward(
+                    problem, f"The answer is {last_part(problem.answer)}."):
+                unsaid.append(problem.answer)
         except Unreadable as fault:
             faults.append(f"{source}: {fault}")
             if len(faults) == ENOUGH_FAULTS and data.unreadable_answers == "refuse":
                 break
             continue
         family = row.get("family") if from_program else None
-        problems[source] = problem._replace(family=str(family or ""))
+        problems[source] = problem._replace(family="" if family is None else str(family))
     checked = len(problems) + len(faults)
     refuse_or_drop(faults, f"of {'the first ' if checked < len(rows) else ''}{checked} rows of"
                    f" {name} have no question or no readable answer",
@@ -122,9 +125,13 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
     if not from_program:
         empty = sum(not problem.answer.strip() for problem in problems.values())
         name_columns(name, columns, question, answer, empty)
+    if unsaid:
+        print(f"notice: {len(unsaid)} answers, such as {unsaid[0]!r:.40}, are found in \\boxed{{}}"
+              " or <answer> alone, not in a sentence: ask for one of them in the prompt")
     rewards = dict(reward=answers.reward, same=answers.same)
     if file:
-        rewards = dict(reward=file.reward, grade=file.grade, text=str(file.text))
+        text = "".join(map(str, [file.text, *sorted(file.beside.values())]))
+        rewards = dict(reward=file.reward, grade=file.grade, text=text)
     train, held_out = ([problems[source] for source, _ in part if source in problems]
                        for part in (train, held_out))
     return Task(train, held_out, **rewards, in_passes=not from_program or listed is not None)
@@ -194,6 +201,21 @@ class Written(float):
         return float, (float(self),)
 
 
+class Label(int):
+    """A class of a dataset: its number, whose `str` is its name."""
+
+    def __new__(cls, number: int, name: str):
+        label = super().__new__(cls, number)
+        label.name = name
+        return label
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple:
+        return int, (int(self),)
+
+
 def read_rows(name: str) -> tuple[Rows, Rows]:
     """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out.
 
@@ -259,28 +281,57 @@ def read_dataset(name: str) -> dict[str, Rows]:
     reach_hub(path)
     with stage(f"loading the dataset {name} (task must be toy, digits, countdown, a .py file, a"
                " file of rows, or a dataset: a folder or a reachable hub name)"):
-        if name.endswith(".parquet.gz"):
-            with gzip.open(name) as file:
+        if re.search(r"\.parquet(\.gz)?$", name.lower()):
+            with (gzip.open if name.lower().endswith(".gz") else open)(name, "rb") as file:
                 splits = {"train": datasets.Dataset(parquet.read_table(file))}
         elif os.path.isfile(name):
-            kind = name.lower().rpartition(".")[2]  # parquet or arrow
-            splits = datasets.load_dataset(kind, data_files=escape(name))
+            splits = datasets.load_dataset("arrow", data_files=escape(name))
         elif os.path.exists(f"{name}/state.json"):  # of save_to_disk
             splits = {"train": datasets.load_from_disk(name)}
         else:
             if constants.HF_HUB_OFFLINE and not os.path.exists(path):
                 path = snapshot_download(path, repo_type="dataset")  # what was downloaded before
             builder = datasets.load_dataset_builder(path, config or None)
+            if os.path.exists(path):
+                name_unread(path, builder.config.data_files)
             if isinstance(builder, Csv | Json):
-                manager = datasets.DownloadManager()
+                # Else the text of an earlier file of this name.
+                anew = datasets.DownloadConfig(force_extract=True)
+                manager = datasets.DownloadManager(download_config=anew)
                 files = manager.download_and_extract(builder.config.data_files)
                 splits = {str(part): [row for path in manager.iter_files(paths)
                                       for row in read_as_told(path, builder.config)]
                           for part, paths in files.items()}
             else:
                 splits = datasets.load_dataset(path, config or None)
-    return {part: [(f"{name}, {part} {number}", row) for number, row in enumerate(rows, 1)]
-            for part, rows in splits.items()}
+    return {part: [(f"{name}, {part} {number}", as_named(row, getattr(rows, "features", {})))
+                   for number, row in enumerate(rows, 1)] for part, rows in splits.items()}
+
+
+def name_unread(folder: str, files: dict[Any, list[str]]) -> None:
+    """Print which files of rows in a folder are in no split: `datasets` infers splits from names,
+    and reads files of one kind.
+    """
+    read = {os.path.realpath(file) for part in files.values() for file in part}
+    rows = re.compile(r"(?i)(?!dataset_infos?\.json).*\.(jsonl?|[ct]sv|parquet|arrow)(\.gz)?")
+    unread = sorted(str(file) for file in Path(folder).rglob("*")
+                    if rows.fullmatch(file.name) and os.path.realpath(file) not in read)
+    if unread:
+        print(f"notice: NOT READ in {folder} are {len(unread)} files, such as {unread[0]}: all"
+              " files must be of one kind, and all names must have a split (train, test), or none")
+
+
+def as_named(row: Any, features: dict[str, Any]) -> Any:
+    """A row of a dataset: classes with their names, float32 numbers with their own digits."""
+    for column, feature in features.items():
+        value = row[column]
+        if value is None:
+            continue
+        if hasattr(feature, "int2str") and value >= 0:  # -1: without a class
+            row[column] = Label(value, feature.int2str(value))
+        elif getattr(feature, "dtype", "") == "float32" and not value.is_integer():
+            row[column] = Written(str(numpy.float32(value)))
+    return row
 
 
 def read_as_told(path: str, config: Any) -> list[Any]:

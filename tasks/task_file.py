@@ -37,19 +37,20 @@ ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")
 class TaskFile:
     """The functions of a user's file. A call that fails, or takes longer than `limit_s` seconds, is
     a ValueError. `text` is the file's; a process that is started again runs the same text.
+    `beside` has the texts of the modules in its folder that it imports; they must stay the same.
 
     `num_processes` compute rewards at the same time.
     """
 
     def __init__(self, path: str, seed: int, limit_s: float, num_processes: int = 1):
         self.path, self.seed, self.limit_s = path, seed, limit_s
-        self.text = None
+        self.text = self.beside = None
         self.processes = [Process(self) for _ in range(num_processes)]
         self.idle = SimpleQueue()
         for process in self.processes:
             self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
-        self.text, self.whole_groups, self.takes_rollout = self._call(
+        self.text, self.beside, self.whole_groups, self.takes_rollout = self._call(
             f"the import of {path}", "about")
 
     def problems(self) -> list[Any] | None:
@@ -124,7 +125,7 @@ class Process:
         if self.child is None or self.child.poll() is not None:
             self._start()
             file = self.file
-            self._ask(what, "load", file.path, file.seed, file.text)
+            self._ask(what, "load", file.path, file.seed, file.text, file.beside)
         return self._ask(what, name, *arguments)
 
     def _start(self) -> None:
@@ -186,23 +187,34 @@ def serve() -> None:
 class Functions:
     """What the run calls."""
 
-    def load(self, path: str, seed: int, text: bytes | None) -> None:
-        """Import the file. `text`: what the first process has read, for one that is started again.
+    def load(
+        self, path: str, seed: int, text: bytes | None, beside: dict[str, bytes] | None
+    ) -> None:
+        """Import the file. `text`, `beside`: what the first process has read, for one that is
+        started again.
         """
         self.text = Path(path).read_bytes() if text is None else text
         name = f"task_{Path(path).stem}"
         self.module, self.rng = ModuleType(name), random.Random(seed)
         self.module.__file__ = path
         sys.modules[name] = self.module  # dataclasses need it there
-        sys.path.insert(0, str(Path(path).resolve().parent))
+        before, folder = {*sys.modules}, Path(path).resolve().parent
+        sys.path.insert(0, str(folder))
         exec(compile(self.text, path, "exec"), vars(self.module))
+        imported = [sys.modules[name] for name in sys.modules.keys() - before]
+        files = [Path(getattr(module, "__file__", None) or "").resolve() for module in imported]
+        self.beside = {str(file): file.read_bytes() for file in files if file.suffix == ".py"
+                       and file.is_relative_to(folder) and "site-packages" not in file.parts}
+        if beside is not None and beside != self.beside:
+            raise ImportError("what it imports from its folder must stay the same in a run")
         self.reward_name = self._only("reward", "rewards")
         self._check_reward()
 
-    def about(self) -> tuple[bytes, bool, bool]:
-        """The file's text, whether it rewards whole groups, whether its reward takes the rollout.
+    def about(self) -> tuple[bytes, dict[str, bytes], bool, bool]:
+        """The file's text and those of modules beside it, whether it rewards whole groups, whether
+        its reward takes the rollout.
         """
-        return self.text, self.reward_name == "rewards", bool(self.named)
+        return self.text, self.beside, self.reward_name == "rewards", bool(self.named)
 
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""

@@ -1,5 +1,6 @@
 """A model's folder: tokenizer, stop tokens, export. And what a toy is taught."""
 
+import json
 import math
 import os
 import shutil
@@ -56,8 +57,12 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good,
     text = read_json(folder / "config.json") | {"eos_token_id": 7}
     multimodal = {"model_type": "gemma3", "text_config": text, "eos_token_id": 5}
     rewrite("generation_config.json", eos_token_id=8)(folder)
-    for changes, stop in (({"eos_token_id": [5, 6]}, (EOS, 5, 6, 8)), (multimodal, (EOS, 5, 7, 8))):
-        rewrite("config.json", **changes)(folder)
+    for changes, stop in (({"eos_token_id": [5, 6]}, (EOS, 5, 6, 8)), (multimodal, (EOS, 5, 7, 8)), (None, (EOS, 8))):
+        if changes:
+            rewrite("config.json", **changes)(folder)
+        else:  # Gemma's class has a default, 1
+            del text["eos_token_id"]
+            (folder / "config.json").write_text(json.dumps(text | {"model_type": "gemma"}))
         assert describe_model(str(folder), lambda path: extras.folder(path).config())[2] == stop
 
 
@@ -106,3 +111,10 @@ def test_no_tensor_that_the_model_has_or_computes_is_said_to_be_lost(name, more,
     save_file(table, tmp_path / "model.safetensors", {"format": "pt"})
     extras.folder(str(tmp_path)).load(torch.float32)
     assert capsys.readouterr().out.partition("checkpoint that ")[2] == said
+
+
+def test_a_tensor_beside_those_of_a_layer_is_not_left_out(tmp_path):
+    small_model("Llama", attention_bias=True).save_pretrained(tmp_path)
+    rewrite("config.json", attention_bias=False)(tmp_path)
+    with pytest.raises(ValueError, match=r"has model\.layers\.0\.self_attn\.k_proj\.bias and 7 more, which config"):
+        extras.folder(str(tmp_path)).load(torch.float32)

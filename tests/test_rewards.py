@@ -89,6 +89,21 @@ def test_a_process_that_is_started_again_runs_the_text_of_the_digest(tmp_path, l
     assert task.reward(task.train[0], "x") == 2
 
 
+def test_modules_beside_a_file_are_part_of_the_fingerprint_and_stay_the_same_in_a_run(tmp_path, loaded):
+    text = "from helper_beside import grade\nproblems = [('1', '1'), ('2', '1')]\ndef reward(*_): return grade()"
+    prints = []
+    for value in (1, 2):
+        (tmp_path / "helper_beside.py").write_text(f"def grade(): return {value}")
+        task = loaded(text)
+        prints.append(task.fingerprint)
+        assert task.reward(task.train[0], "") == value
+    (tmp_path / "helper_beside.py").write_text("def grade(): return 33")
+    task.reward.__self__.processes[0].kill()
+    with pytest.raises(ValueError, match="what it imports from its folder must stay the same in a run"):
+        task.reward(task.train[0], "")
+    assert prints[0] != prints[1]
+
+
 GRADED = """
 def sample(rng):
     return str(rng.randint(1, 9)), "1"

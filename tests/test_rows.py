@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import pickle
 import random
 import re
 import sys
@@ -15,6 +16,7 @@ import pytest
 from helpers import ROOT, task_of
 
 from tasks import Problem, Task, exact_match
+from tasks.problem_files import Label
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
 
@@ -164,6 +166,38 @@ def test_rows_that_cannot_be_read_or_contradict_each_other_are_counted_and_can_b
     assert capsys.readouterr().out.count(": DROPPED\n") == 1
 
 
+def test_a_folder_is_read_anew_and_what_is_not_read_there_is_named(tmp_path, capsys):
+    for start in (0, 50):  # datasets keeps what it has unpacked, by the file's name
+        lines = "\n".join(json.dumps({"question": f"q{start + n}", "answer": 1}) for n in range(9))
+        (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        assert f"q{start}" in {problem.question for problem in task_of(tmp_path).problems}
+    assert "NOT READ" not in capsys.readouterr().out
+    for name in ("hard.jsonl", "more.csv", "dataset_info.json", "notes.txt"):
+        (tmp_path / name).write_text(lines)
+    assert len(task_of(tmp_path).problems) == 9
+    assert f"notice: NOT READ in {tmp_path} are 2 files, such as {tmp_path}/hard.jsonl: " in capsys.readouterr().out
+
+
+def test_an_answer_in_parquet_has_the_digits_or_the_name_of_its_type(tmp_path):
+    rows = [{"question": f"q{n}", "answer": n + 0.1} for n in range(4)]
+    kinds = {"float32": datasets.Value("float32"), "label": datasets.ClassLabel(names=["A", "B", "C", "D"])}
+    for name, kind in kinds.items():
+        features = datasets.Features(question=datasets.Value("string"), answer=kind)
+        if name == "label":
+            rows = [row | {"answer": n} for n, row in enumerate(rows)]
+        datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / f"{name}.parquet")
+        answers = sorted(problem.answer for problem in task_of(tmp_path / f"{name}.parquet").problems)
+        assert answers == (["0.1", "1.1", "2.1", "3.1"] if name == "float32" else [*"ABCD"])
+    assert pickle.loads(pickle.dumps(Label(2, "C"))) == 2  # as the process of a reward gets it
+
+
+def test_answers_that_no_sentence_can_give_are_named(loaded, capsys):
+    task = loaded([{"question": f"q{n}", "answer": answer} for n, answer in enumerate(("x", "b", "3/4", "2", "C"))])
+    assert "notice: 2 answers, such as 'x', are found in \\boxed{} or <answer> alone" in capsys.readouterr().out
+    for problem in task.problems:
+        assert task.reward(problem, f"<answer>{problem.answer}</answer>") == 1.0
+
+
 # ------------------------------------------------------------------------------------------------ two tasks
 def test_a_dataset_keeps_its_own_splits_and_with_any_split_it_can_be_evaluated_on(tmp_path, good):
     folder = tmp_path / "math"
@@ -181,6 +215,11 @@ def test_a_dataset_keeps_its_own_splits_and_with_any_split_it_can_be_evaluated_o
 
 
 # ------------------------------------------------------------------------------------------------ passes
+def test_chats_with_their_entries_in_another_order_are_one_problem():
+    one, other = ([{name: name for name in names}] for names in (("role", "content"), ("content", "role")))
+    assert Problem("", "", "", messages=one).key == Problem("", "", "", messages=other).key
+
+
 def test_each_problem_comes_once_in_a_pass_in_a_new_order_and_none_twice_in_a_step():
     """As many independent draws as there are problems miss 37 % of them."""
     problems = [Problem(str(number), "", "") for number in range(10)]

@@ -112,6 +112,10 @@ def test_kept_sets_are_refused_if_one_is_missing():
     batch = make_batch([Rollout([5], 0, [7, 8], [-0.1] * 2, kept=[torch.tensor([7]).numpy()])])
     with pytest.raises(AssertionError, match="of all tokens of a row"):
         kept_sets(batch, batch.mask > 0)
+    sampling = MaskedSampling(1.0, 1, top_k=1, max_kept=1)
+    batch = make_batch([Rollout([5], 0, [7], [-0.1], kept=[torch.tensor([7]).numpy()], sampling=sampling)])
+    logits = torch.randn(0, 9)  # of a micro-batch whose rows are all masked: --mask-truncated
+    assert kept_sets(batch, batch.mask < 0)(logits, slice(0)) is logits
 
 
 def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds(policy):

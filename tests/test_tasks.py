@@ -75,6 +75,8 @@ problems = [("%d + %d" % pair, str(sum(pair)), str(sorted(pair))) for pair in pa
 def reward(problem, response):
     return float(response == problem.answer)
 """
+    zero = loaded("problems = [(str(n), '', n // 25) for n in range(100)]\ndef reward(*_): return 1")
+    assert {len({problem.row["family"] for problem in part}) for part in (zero.train, zero.held_out)} == {3, 1}
     task, again, other = (loaded(text, seed) for seed in (0, 0, 1))
     train, held_out = ({problem.family for problem in part} for part in (task.train, task.held_out))
     assert (len(task.train) + len(task.held_out), len(held_out), len(train)) == (100, 6, 49)

@@ -197,13 +197,14 @@ class InflightEngine(Engine):
         self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restored
 
     def sleep(self) -> None:
-        """If unfinished rollouts keep their KV cache, the engine keeps all its memory.
+        """If unfinished rollouts keep their KV cache, the engine keeps all its memory, also in a
+        step that leaves none: vLLM's sleep would clear the prefix cache.
 
         vLLM has no sleep that frees the weights and leaves the cache. Otherwise it computes the
         cache again after the next `load`.
         """
         self._require("sleep", "ready")
-        if self.num_unfinished and self.inflight_update == "keep":
+        if self.inflight_update == "keep":
             self.state = "asleep"
         else:
             super().sleep()

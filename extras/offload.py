@@ -36,9 +36,9 @@ class OffloadedOptimizer(Optimizer):
     fp32 masters are the parameters themselves, which the engine's load needs: they stay.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, grad_clip: float = 1.0):
         # Made there: at the start of a run the engine is awake, so the GPU has no room for them.
-        super().__init__(model, device=torch.device("cpu"))
+        super().__init__(model, grad_clip, torch.device("cpu"))
         self.device = next(model.parameters()).device
 
     @contextmanager

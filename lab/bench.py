@@ -125,7 +125,8 @@ def main(arguments: list[str]) -> None:
     client = engine.llm.engine_core
     in_vllm = timed(engine, engine.llm.input_processor.process_inputs, client.add_request,
                     client.get_output)
-    in_runner = timed(engine, engine.runner.execute_model, engine.runner.sample_tokens)
+    executor = engine.core.model_executor  # its calls wait for the GPU, those of the runner may not
+    in_runner = timed(engine, executor.execute_model, executor.sample_tokens)
     for step in range(1, config.steps + 1):
         in_vllm.clear()
         in_runner.clear()

@@ -3,6 +3,7 @@
 A cell is a name and options of train.py. They come after the study's workload, so they override it.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
@@ -139,7 +140,7 @@ class Cell(NamedTuple):
     baseline: str = "transformers"  # the cell whose runs of the same seeds are subtracted
     program: str = "train"  # a module whose `main` takes the options; others are in lab/
     model: str | None = None  # of lab/models.py: written for each seed before the runs
-    share: float = 0.2  # of --minutes: the limit of a run
+    limit_s: float = math.inf  # of a run
     jobs: int = 1  # runs at the same time on a GPU, if all of them allow so many
     seeds: tuple[int, ...] = ()  # its own, without --seeds
     # What was predicted, what others report, or what an H200 gave: printed beside the figures.
@@ -243,19 +244,21 @@ REAL_CELLS = (
 BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
 BENCH_CELLS = against("vllm", {"vllm": ""}, "lab.bench")
 
-# The first hour on a GPU, in the order of what is worth most; MINUTES=10 ends after SmolLM2. On an
-# H100 each process takes 35 s before its first step. Random weights of real shapes, 128 tokens of
-# prompt, 512 of response: with 128 prompts a step and its bare work took 32 + 27 s on an H200, so
-# there are 64. docs/fixes.md has the reasons of what is expected.
+# The first hour on a GPU, in the order of what is worth most. MINUTES=10 holds the profiles and the
+# first prices; `--cells smollm2-*` is another ten. On an H100 each process takes 35 to 55 s before
+# its first step. Random weights of real shapes, 128 tokens of prompt, 512 of response: with 128
+# prompts a step and its bare work took 32 + 27 s on an H200, so there are 64. docs/fixes.md has the
+# reasons of what is expected.
 GPU = (f"{BENCH} --task {Path(__file__).with_name('models.py')} --dtype bfloat16 --num-prompts 64"
        " --group-size 8 --max-new-tokens 512 --micro-batch-tokens 16384 --kv-cache-gib 16"
-       " --eval-problems 8 --self-noise-every 1")
+       " --eval-problems 8")
+NOISE = "--self-noise-every 1"
 TINY = ("--steps 3 --num-prompts 4 --group-size 4 --max-new-tokens 18 --kv-cache-gib 0.1"
         " --eval-problems 4")
 PRICE = "--max-new-tokens 128 --steps 2"
 SMALL = "--num-prompts 32"
-half_b = partial(Cell, baseline="parity", program="lab.bench", model="qwen2.5-0.5b", share=0.3)
-price = partial(half_b, baseline="small", share=0.15)
+half_b = partial(Cell, baseline="parity", program="lab.bench", model="qwen2.5-0.5b", limit_s=180)
+price = partial(half_b, baseline="small", limit_s=120)
 ARMS = {"parity": "", "raw": RAW, "kept-cache": f"{RUNTIME} --variants prefix-cache"}
 TAUGHT = "taught-qwen2.5-0.5b"
 # The settings of the record gpu-trained.
@@ -271,7 +274,7 @@ def arms(job: str, options: str, *expected: str, **fields: Any) -> dict[str, Cel
     """The first of ARMS, one for each expectation. They run beside each other, because engines that
     keep requests do not sleep.
     """
-    return {f"{job}-{arm}": Cell(f"{options} {ARMS[arm]}", f"{job}-parity", share=0.3, jobs=5,
+    return {f"{job}-{arm}": Cell(f"{options} {ARMS[arm]}", f"{job}-parity", limit_s=300, jobs=4,
                                  expected=each, **fields)
             for arm, each in zip(ARMS, expected, strict=False)}
 
@@ -279,13 +282,16 @@ def arms(job: str, options: str, *expected: str, **fields: Any) -> dict[str, Cel
 GPU_CELLS = {
     # The default job in float32: it learns, as on a CPU.
     "learns": Cell("--model toy --task toy --max-new-tokens 8 --dtype float32 --lr 1e-3 --steps 60"
-                   " --kv-cache-gib 0.25 --eval-every 20 --eval-problems 256", "learns",
+                   " --num-prompts 128 --micro-batch-tokens 4096 --kv-cache-gib 0.25"
+                   " --eval-every 20 --eval-problems 256", "learns", limit_s=180,
                    expected="H200: held out greedily 1.00"),
-    "profile": Cell(f"{PRICE} --self-noise-every 0", "profile", "lab.profile", "qwen2.5-0.5b"),
+    "profile": price(PRICE, baseline="profile", program="lab.profile"),
+    "profile-eager": price(f"{PRICE} --no-cuda-graphs", baseline="profile", program="lab.profile"),
     # The price of each fix in seconds: 512 requests.
-    "small": price(PRICE, expected="a decode step of 16 ms or less"),
+    "small": price(f"{PRICE} {NOISE}", expected="a decode step of 16 ms or less"),
     "small-eager": price(f"{PRICE} --no-cuda-graphs"),
-    "minus-fp32-head": price(f"{PRICE} {HEAD}", expected="H100: mismatch 11 times that of parity"),
+    "minus-fp32-head": price(f"{PRICE} {NOISE} {HEAD}",
+                             expected="H100: mismatch 11 times that of parity"),
     "minus-async-scheduling": price(f"{PRICE} {RUNTIME} --variants async-scheduling"),
     **arms("smollm2", SUMS, "H100, seed 0: reward 0.56", "H100, seed 0: reward 0.09", seeds=(1, 2)),
     **arms("taught-2e-5", f"{HALF_B} --lr 2e-5", "H100: reward 0.93", "H100: reward 0.86",
@@ -293,8 +299,8 @@ GPU_CELLS = {
     **arms("taught-5e-5", f"{HALF_B} --lr 5e-5", "H100: reward 0.99",
            "further below parity than with 2e-5", "the same", model=TAUGHT),
     # The shape of garg-aayush/building-from-scratch: 256 rollouts.
-    "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
-                 " --kv-cache-gib 8 --steps 2", "1.5b", "lab.bench", "qwen2.5-1.5b", share=0.5,
+    "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --kv-cache-gib 8"
+                 " --steps 2", "1.5b", "lab.bench", "qwen2.5-1.5b", limit_s=300,
                  expected="others: a step takes 30 s on an H100, 84 s on a 4090"),
     "minus-processed": price(f"{PRICE} {RAW}"),
     "minus-prefix-cache": price(f"{PRICE} {ARMS['kept-cache']}"),
@@ -303,14 +309,14 @@ GPU_CELLS = {
     "v1-defaults": price(f"{PRICE} {V1}"),
     # Its engine sleeps, which clears its cache.
     "taught-2e-5-v1-defaults": Cell(
-        f"{HALF_B} --lr 2e-5 {V1}", "taught-2e-5-parity", model=TAUGHT, share=0.3,
+        f"{HALF_B} --lr 2e-5 {V1}", "taught-2e-5-parity", model=TAUGHT, limit_s=300,
         expected="H100: reward 0.78 after 21 steps"),
-    "tests": Cell("", "tests", "lab.gpu_tests", share=0.25, expected="exit status 0"),
+    "tests": Cell("", "tests", "lab.gpu_tests", limit_s=300, expected="exit status 0"),
     "parity": half_b(
-        "", expected="H100: frees 18.3 GiB, load 0.06 s; sleep, wake and load 0.7 % of a step;"
+        NOISE, expected="H100: frees 18.3 GiB, load 0.06 s; sleep, wake and load 0.7 % of a step;"
         " mismatch 1.5 times the own noise"),
-    "float16": half_b(f"--dtype float16 {SMALL}"),
-    "24gb": half_b(f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4 --self-noise-every 0"),
+    "float16": half_b(f"--dtype float16 {SMALL} {NOISE}"),
+    "24gb": half_b(f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4"),
 }
 
 STUDIES = {

@@ -6,14 +6,14 @@ from typing import Any
 
 SHAPES = {
     "qwen2.5-0.5b": dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864,
-                         num_hidden_layers=24, num_attention_heads=14),
+                         num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
     "qwen2.5-1.5b": dict(vocab_size=151_936, hidden_size=1536, intermediate_size=8960,
-                         num_hidden_layers=28, num_attention_heads=12),
+                         num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                 num_attention_heads=2),
+                 num_attention_heads=2, num_key_value_heads=2),
 }  # fmt: skip
 NARROW = dict(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
-              num_attention_heads=2)
+              num_attention_heads=2, num_key_value_heads=2)
 
 
 def write_model(folder: Path, name: str, seed: int) -> None:
@@ -28,13 +28,12 @@ def write_model(folder: Path, name: str, seed: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = name.removeprefix("taught-")
     sizes = NARROW if device == "cpu" else SHAPES[shape]
-    config = Qwen2Config(
-        **sizes, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = Qwen2Config(**sizes, max_position_embeddings=4096, tie_word_embeddings=True,
+                         bos_token_id=1, eos_token_id=2, pad_token_id=0)
     if shape != name:
         toy = TOYS["digits"]._replace(logit_offset=0.0)  # the head is tied
         if device == "cuda":
-            toy = toy._replace(steps=10**6, lr=5e-4, warm_up=50, seconds=45)
+            toy = toy._replace(steps=10**6, lr=5e-4, warm_up=50, seconds=60, loss=0.53)
         model = teach(toy, config, seed, device)
     else:
         model = Qwen2ForCausalLM(config).to(device)

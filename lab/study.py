@@ -70,6 +70,8 @@ Record = dict[str, Any]  # as JSON has it
 Errors = dict[str, str]  # of runs, by the name of their folder
 Values = dict[int, Any]  # of a metric, by seed
 GPU = torch.cuda.is_available()
+# Memory figures that hold what all runs on the card use.
+OF_THE_CARD = {"freed", "generate_gib", "update_gib"}
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESERVE = 5.0  # seconds of --minutes for killing the last run and printing the table
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
@@ -95,7 +97,7 @@ class Options:
     # Runs at the same time; they share the CPU threads. On a GPU a cell decides, because vLLM's
     # sleep asserts that the memory in use falls.
     jobs: int | None = None
-    # After so many the call ends, even if a run hangs; a run has its cell's share of them. A week.
+    # After so many the call ends, even if a run hangs. A week.
     minutes: float = 10_000.0
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them. The study sets --out and --seed.
@@ -333,7 +335,7 @@ def run_all(plan: Plan) -> Errors:
     seconds = 60 * plan.options.minutes
     tasks = {}
     for run in pending:
-        config, limit = run.config, seconds * run.cell.share
+        config, limit = run.config, run.cell.limit_s
         model = Path(config.model)
         if model.parent == plan.models and not model.exists():
             tasks.setdefault(model, (1, limit, write_model, model, run.cell.model, config.seed))
@@ -361,10 +363,11 @@ def note(plan: Plan, run: str, crashed: Errors) -> None:
         print(f"    the record was NOT WRITTEN: {one_line(error)}")
         return
     if cell:
+        steps = len(read_rows(plan.out / "runs" / run / "metrics.jsonl"))
         figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
                    for each in cell["metrics"] if by_seed(cell, each)]
         expected = f"expected: {plan.study.cells[name].expected}"
-        print("   ", "; ".join([*figures, expected]))
+        print("   ", "; ".join([*figures, f"{steps} rows", expected]))
 
 
 # ---------------------------------------------------------------------------------- the record
@@ -380,7 +383,8 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
             "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
             "seeds": [run.config.seed for run in runs],
             "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
-                        for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
+                        for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))
+                        if not (GPU and cell.jobs > 1 and each in OF_THE_CARD)},
         }
         # All that the user has chosen, else the study's own choice of many.
         if name in plan.study.drawn or (plan.study.drawn and plan.options.cells != ("*",)):

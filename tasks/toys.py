@@ -106,6 +106,7 @@ class Toy(NamedTuple):
     lr: float = 3e-3
     warm_up: int = 30  # steps
     seconds: float = math.inf  # after them teaching ends
+    loss: float = 0.0  # below it teaching ends
 
 
 # 0.6 and 0.1 million parameters; the head of `digits` is not tied, because it must hold the offset.
@@ -176,7 +177,7 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
 
 
 def teach(toy: Toy, config: Any, seed: int, device: str = "cpu") -> torch.nn.Module:
-    """Supervised AdamW steps on the teacher's answers: a fixed number, or up to a time limit.
+    """Supervised AdamW steps on the teacher's answers: a fixed number, or up to a limit.
 
     With a `logit_offset` all logits get the same offset at the end, as the logits of pretrained
     models have one. Softmax ignores the offset; the rounding of a 16-bit head does not.
@@ -210,6 +211,8 @@ def teach(toy: Toy, config: Any, seed: int, device: str = "cpu") -> torch.nn.Mod
         adamw.step()
         adamw.zero_grad()
         warm_up.step()
+        if toy.loss and loss.item() < toy.loss:
+            break
     if toy.logit_offset:
         with torch.no_grad():
             usual = hidden.mean(dim=0)  # (H,)

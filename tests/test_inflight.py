@@ -25,7 +25,7 @@ from helpers import (
 )
 from transformers import DynamicCache
 
-from engine_adapter import ParityFlags, Sampling
+from engine_adapter import Engine, ParityFlags, Sampling
 from extras.inflight import Group, GroupsInFlight
 from extras.masks import MaskedSampling
 from rl import Policy
@@ -51,6 +51,15 @@ def backend(engine_folder, room: int = 64, **options):
         usual, engine.max_num_seqs = engine.max_num_seqs, room
         yield policy, engine
         engine.max_num_seqs = usual
+
+
+def test_an_engine_that_keeps_requests_keeps_its_memory_also_in_a_step_that_leaves_none(engine_folder, monkeypatch):
+    """On a GPU vLLM's sleep would clear the prefix cache there, and the stale cache with it."""
+    with backend(engine_folder) as (policy, engine):
+        monkeypatch.setattr(Engine, "sleep", lambda engine: pytest.fail("it sleeps"))
+        engine.sleep()
+        engine.wake()
+        engine.load(policy.weights(), policy.response_logprobs)
 
 
 def in_flight(engine, group_size: int, sampling: Sampling, max_staleness: int) -> GroupsInFlight:

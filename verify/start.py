@@ -24,6 +24,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # fp32 attention on a GPU is Triton's, with TF32 as its default.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled by nvcc at its first use
     if not torch.cuda.is_available():
         # Otherwise the first log-probability compiles a kernel for 17 s.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

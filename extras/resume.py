@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from report.errors import replace_file
-from report.files import REMOVED, TABLES, checkpoints, of_today, read_json, read_rows
+from report.files import TABLES, checkpoints, read_json, read_rows
 
 NOT_OF_THE_EXPERIMENT = {"resume"}
 
@@ -65,15 +65,11 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
         return None
     earlier = read_json(run.out / "config.json")
     free = run.config.flat().keys() - run.config.experiment.keys()
-    before = of_today(run.config, earlier["config"])
+    before = run.config.defaults() | earlier["config"]  # an option can be younger than the run
     refuse_other_rates(options, before)
     before = {name: value for name, value in before.items() if name not in free}
-    refuse_changes("options", run.config.experiment | REMOVED, before)
-    # The toy's weights decide, because earlier versions wrote more into its JSON files.
-    files, before = ({name: digest for name, digest in each.items()
-                      if not (name.startswith("toy/") and name.endswith(".json"))}
-                     for each in (run.files, earlier["files"]))
-    refuse_changes("model and its task", files, before)
+    refuse_changes("options", run.config.experiment, before)
+    refuse_changes("model and its task", run.files, earlier["files"])
     refuse_other_prompts(run.task.prompts_record, earlier["prompts"])
     if not paths:
         # At most step 0 and the steps up to the first checkpoint.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import extras
 from report.errors import exit_with_message, stage
-from report.files import appears_whole, of_today, read_json, save_policy
+from report.files import appears_whole, read_json, save_policy
 from tasks.job import model_digests
 from tasks.model_folder import describe_model
 from train import Config, Parts, Run
@@ -41,7 +41,7 @@ def export(checkpoint: tyro.conf.Positional[Path], to: Path | None = None) -> Pa
     record = read_json(out / "config.json")
     record = record.get("resumed", [record])[-1]
     with stage(f"reading {out}/config.json"):
-        config = Config.from_flat(of_today(Config(), record["config"]))
+        config = Config.from_flat(record["config"])
         folder, files = record["trainer"]["model_path"], record["files"]
     refuse_other_model(folder, config.model, files)
     _, tokenizer, stop = describe_model(folder, lambda path: extras.folder(path).config())

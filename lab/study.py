@@ -62,7 +62,7 @@ from report.errors import (
     stage,
     within,
 )
-from report.files import of_today, provenance, read_json, read_rows
+from report.files import provenance, read_json, read_rows
 from train import Config
 from verify.start import prepare_environment
 
@@ -171,7 +171,7 @@ class Run:
     def check_options(self) -> None:
         """Of a finished run. Raises: ValueError if it had other options."""
         stored = read_json(self.folder / MARK)["options"]
-        stored, wanted = (json.loads(json.dumps(of_today(self.config, options)))
+        stored, wanted = (json.loads(json.dumps(self.config.defaults() | options))
                           for options in (stored, self.options))
         changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
                    for key in stored | wanted if stored.get(key) != wanted.get(key)]

@@ -17,8 +17,6 @@ import torch
 from report.errors import stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
-# Options of earlier versions, with the value that is in force without them.
-REMOVED = {"plain": False, "exact": False, "weight_decay": 0.0, "grad_clip": 1.0}
 LARGE = 10**8  # trained parameters whose checkpoint, 1.2 GB, is not written at once
 
 
@@ -55,17 +53,6 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     with stage(f"reading {path}"):
         return json.loads(path.read_text())
-
-
-def of_today(config: Any, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Options of an earlier run under today's names. One that is younger had its default there."""
-    found = config.defaults() | REMOVED | earlier
-    if found.pop("old_policy", "recompute") == "rollout":
-        found["two_policy"] = True
-    parity = found["parity"] = dict(found["parity"])
-    if "variants" in parity:
-        found["variants"] = parity.pop("variants")
-    return found
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from helpers import command, forked, outcome, read_json, refusal, rows, tensors,
 import train
 from extras.resume import refuse_changes
 from lab import export
-from report.files import REMOVED, of_today, save_policy
+from report.files import save_policy
 from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
@@ -145,13 +145,11 @@ def test_what_cannot_be_resumed_or_exported_is_refused_and_no_file_is_changed(ro
     assert files() == before
 
 
-def test_an_earlier_runs_options_have_todays_names_and_the_defaults_of_then():
-    earlier = of_today(Config(), {"old_policy": "rollout", "lr": 1.0, "parity": {"variants": ["both-raw"]}})
-    now = {"two_policy": True, "lr": 1.0, "parity": {}, "variants": ["both-raw"]}
-    assert earlier == Config().defaults() | REMOVED | now
+def test_an_option_that_is_younger_than_a_run_had_its_default_there():
     now = Config().flat()
-    before = {name: value for name, value in json.loads(json.dumps(now)).items() if name != "stop"}  # it is younger
-    refuse_changes("options", now | REMOVED, of_today(Config(), before))
+    before = {name: value for name, value in json.loads(json.dumps(now)).items() if name != "stop"}
+    refuse_changes("options", now, Config().defaults() | before)
+    assert Config.from_flat(before) == Config()
 
 
 def test_with_a_constant_rate_a_run_goes_on_for_more_steps(root, tmp_path, capsys):

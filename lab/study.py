@@ -12,10 +12,10 @@ forked from one that has imported everything; on a GPU, whose state cannot be fo
 process. A second call repeats what has not finished. All finished runs in OUT belong to the record:
 the call is refused if one of them has other options than this call would give it.
 
-With --minutes the call ends in time, its imports included: a run that exceeds its limit is killed
-with the processes that it has started. The record of the study `gpu` is written after each run. Its
-runs that were killed or crashed count with the steps they have, and the table names them. Without a
-GPU it is a rehearsal, with tiny shapes.
+With --minutes the call ends in time, its imports included. A run that exceeds the limit of its cell
+is killed with the processes that it has started. The record of the study `gpu` is written after
+each run. Its runs that were killed or crashed count with the steps they have, and the table names
+them. Without a GPU it is a rehearsal, with tiny shapes.
 """
 
 import fnmatch

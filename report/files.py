@@ -103,8 +103,11 @@ def appears_whole(folder: Path) -> Iterator[Path]:
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as unfinished:
         new = Path(unfinished) / folder.name
         yield new
-        if not folder.exists():  # another process may have been faster
+        try:
             new.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
 
 
 def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:

@@ -308,11 +308,11 @@ def read_dataset(name: str) -> dict[str, Rows]:
                    for number, row in enumerate(rows, 1)] for part, rows in splits.items()}
 
 
-def name_unread(folder: str, files: dict[Any, list[str]]) -> None:
+def name_unread(folder: str, files: dict[Any, list[str]] | None) -> None:
     """Print which files of rows in a folder are in no split: `datasets` infers splits from names,
     and reads files of one kind.
     """
-    read = {os.path.realpath(file) for part in files.values() for file in part}
+    read = {os.path.realpath(file) for part in (files or {}).values() for file in part}
     rows = re.compile(r"(?i)(?!dataset_infos?\.json).*\.(jsonl?|[ct]sv|parquet|arrow)(\.gz)?")
     unread = sorted(str(file) for file in Path(folder).rglob("*")
                     if rows.fullmatch(file.name) and os.path.realpath(file) not in read)

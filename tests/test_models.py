@@ -15,7 +15,7 @@ import extras
 from engine_adapter import Rollout
 from extras.export_sampling import declared
 from extras.masks import MaskedSampling
-from report.files import save_policy, write_folder
+from report.files import appears_whole, save_policy, write_folder
 from tasks.model_folder import describe_model
 from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from train import Run, parts_of
@@ -42,6 +42,18 @@ def test_an_exported_folder_has_the_umasks_mode_and_the_sampling_of_the_training
     assert found.pop("transformers_version")
     asked = {"do_sample": True, "temperature": 0.7, "eos_token_id": [EOS, 0], "pad_token_id": 0}
     assert found == asked | mask
+
+
+def test_a_folder_appears_when_it_is_whole_and_the_faster_of_two_processes_wins(tmp_path):
+    with appears_whole(tmp_path / "model") as new:
+        for folder, text in (new, "mine"), (tmp_path / "model", "theirs"):
+            assert not (tmp_path / "model").exists()
+            folder.mkdir()
+            (folder / "file").write_text(text)
+    assert (tmp_path / "model" / "file").read_text() == "theirs"
+    assert [*tmp_path.iterdir()] == [tmp_path / "model"]
+    with pytest.raises(FileNotFoundError), appears_whole(tmp_path / "other"):
+        pass  # nothing is written
 
 
 def test_a_value_that_is_no_number_among_several_is_refused_and_nothing_is_kept():

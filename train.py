@@ -277,18 +277,22 @@ class Trainer:
 
 # ---------------------------------------------------------------------------------- the start
 def prepare(config: Config) -> Run:
-    """Check all that can be checked without the model's weights. Raises: ValueError."""
+    """Check all that can be checked without the model's weights, then teach the toy.
+
+    Raises: ValueError.
+    """
     for check in extras.each("check_machine", config):
         check(config)
-    job = find_job(config.task, config.seed, config.data, config.model, config.max_new_tokens,
-                   lambda folder: extras.folder(folder).config())
-    if config.steps and config.num_prompts > len(job.task.train):
-        raise ValueError(f"num_prompts must be at most {len(job.task.train)} (all there are), got"
+    task, folder = find_job(config.task, config.seed, config.data, config.model,
+                            config.max_new_tokens, lambda folder: extras.folder(folder).config())
+    if config.steps and config.num_prompts > len(task.train):
+        raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got"
                          f" {config.num_prompts}")
-    sampling = Sampling(config.temperature, config.max_new_tokens, job.stop_token_ids)
-    run = Run(config, Path(config.out).absolute(), job.folder, job.task, sampling)
+    sampling = Sampling(config.temperature, config.max_new_tokens, task.stop_token_ids)
+    run = Run(config, Path(config.out).absolute(), folder, task, sampling)
     for check in extras.each("check_task", config):
         run = check(run) or run
+    teach_toy(config.task, config.seed, config.model, config.data)
     return run
 
 
@@ -562,7 +566,6 @@ def main(arguments: list[str] | None = None) -> None:
     out = config.out
     with exit_with_message(2), locked(out):
         run = prepare(config)
-        teach_toy(config.task, config.seed, config.model, config.data)
         parts = parts_of(run)
         # The run is accepted: from here on files are written, an error's traceback too.
         with exit_with_message(2, out):

@@ -27,7 +27,6 @@ from extras.memory import GIB, phases, without_memory
 from report.clock import Clock
 from report.files import append_rows
 from rl import Batch
-from tasks.job import teach_toy
 from train import Config, Trainer, begin, load_policy, parts_of, prepare, train_step
 
 
@@ -104,7 +103,6 @@ def built(arguments: list[str], description: str) -> tuple[Trainer, float]:
     """The trainer of a run with options of train.py, and the seconds of the engine's start."""
     config = tyro.cli(Config, args=arguments, description=description)
     run = prepare(config)
-    teach_toy(config.task, config.seed, config.model, config.data)
     run.out.mkdir(parents=True)
     parts = parts_of(run)
     policy = load_policy(run, parts)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from report.log import shown
 from tasks import Task
@@ -13,20 +13,13 @@ from tasks.problem_files import load_task, try_reward
 from tasks.prompts import encode, fitting
 
 
-class Job(NamedTuple):
-    """The prompts of `task` fit into the context of the model in `folder`."""
-
-    task: Task
-    folder: str  # the toy's is there after `teach_toy`
-    stop_token_ids: tuple[int, ...]
-
-
 def find_job(
     task: str, seed: int, data: Options, model: str, max_new_tokens: int,
     read_config: Callable[[str], Any],
-) -> Job:
-    """The job that --task and --model name; without the model's weights.
+) -> tuple[Task, str]:
+    """The task that --task names, and the folder of --model; without the model's weights.
 
+    The prompts fit into the model's context. The toy's folder is there after `teach_toy`.
     `read_config` gives the configuration of the language model in a folder.
 
     Raises: ValueError that says what is wrong with the task, with the model, or with both.
@@ -51,7 +44,7 @@ def find_job(
     problems = fitting(problems, context, max_new_tokens, data)
     try_reward(problems)
     print(f"first prompt: {shown(problems.prompts_record['first'])}")
-    return Job(problems, folder, stop)
+    return problems, folder
 
 
 def teach_toy(task: str, seed: int, model: str, data: Options) -> None:

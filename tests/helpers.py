@@ -55,7 +55,6 @@ from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch
 from tasks import Task
-from tasks.job import teach_toy
 from tasks.options import Options
 from tasks.problem_files import load_task
 from train import Config, Trainer, begin, load_policy, parts_of, prepare
@@ -163,7 +162,6 @@ def built(root: Path, out: Path, **options) -> Trainer:
                  engine="transformers", seed=SHIFT)  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
-    teach_toy(run.config.task, run.config.seed, run.config.model, run.config.data)
     close_live_engine()
     parts = parts_of(run)
     policy = load_policy(run, parts)

@@ -51,6 +51,7 @@ import lab
 from lab.cells import METRICS, PANELS, SMOLLM2, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
+from report.curves import over_steps
 from report.errors import (
     MANY,
     end_of_process,
@@ -467,12 +468,6 @@ def text_of(metric: Metric, ours: Values, theirs: Values) -> str:
     return text
 
 
-def markdown(rows: list[list[str]]) -> str:
-    """A table; the first row is its head."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def usual_columns(record: Record) -> Iterable[str]:
     """Those of the record's study. If it is gone from lab/cells.py, those that are stored."""
     if record["study"] in STUDIES:
@@ -493,7 +488,8 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     cells = record["cells"]
     measured = [each for each in metrics or usual_columns(record)
                 if any(by_seed(cells[name], each) for name in chosen)]
-    rows = [["cell", "seeds", "baseline", *(described(each).title for each in measured)]]
+    titles = ["cell", "seeds", "baseline", *(described(each).title for each in measured)]
+    rows = [titles, ["---"] * len(titles)]
     for name in chosen:
         cell = cells[name]
         base = cell["baseline"]
@@ -503,6 +499,7 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
         texts = [text_of(described(each), by_seed(cell, each), by_seed(theirs, each))
                  for each in measured]
         rows.append([name, str(len(cell["seeds"])), base, *texts])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
     wide = record.get("wide_products")  # of lab.products
@@ -511,7 +508,7 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
         f" {record['commit']}{changed}.\n\n"
         "Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
-        f" seeds ± half of its 95 % interval.\n\n{markdown(rows)}"
+        f" seeds ± half of its 95 % interval.\n\n{table}"
     )
     title = "outcomes" if "outcomes" in record else "crashed"
     listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
@@ -555,24 +552,18 @@ def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path
 
 def draw(curves: Record, path: Path) -> None:
     """The curves of each cell by field: mean and range over the seeds."""
-    from matplotlib.figure import Figure
-
-    panels = [field for field in PANELS if any(field in fields for fields in curves.values())]
-    lines = math.ceil(len(panels) / 3)
-    figure = Figure(figsize=(16, 4 * lines + 1), layout="constrained")
-    axes = [figure.add_subplot(lines, 3, number) for number in range(1, len(panels) + 1)]
-    for axis, field in zip(axes, panels, strict=True):
+    titles = {field: title for field, title in PANELS.items()
+              if any(field in fields for fields in curves.values())}
+    figure = over_steps(titles.values(), 3, (16, 4 * math.ceil(len(titles) / 3) + 1))
+    for axis, field in zip(figure.axes, titles, strict=True):
         for name, fields in curves.items():
             values = numpy.array(fields.get(field, [[]]), dtype=float)  # (seeds, steps), NaN: None
             measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
             values = values[:, measured]
             axis.plot(measured + 1, values.mean(axis=0), ".-", label=name)
             axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
-        axis.set(title=PANELS[field], xlabel="step")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        if PANELS[field].endswith("(log)"):
-            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 

@@ -1,5 +1,6 @@
 """The pictures of a run."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,29 @@ PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
 }  # fmt: skip
 
 
-def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
-    """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
+def over_steps(titles: Collection[str], columns: int, size: tuple[float, float]) -> Any:
+    """A figure of `size` inches with an axis for each title, logarithmic if the title says so."""
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=size, layout="constrained")
+    for number, title in enumerate(titles, 1):
+        axis = figure.add_subplot(-(-len(titles) // columns), columns, number)
+        axis.set(title=title, xlabel="step")
+        if "(log)" in title:
+            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
+    return figure
+
+
+def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
+    """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
     if not metrics["step"] or "eval_reward" not in metrics:
         return
     rows = read_rows(out / "metrics.jsonl")
-    figure = Figure(figsize=(17, 7), layout="constrained")
-    for axis, (title, names) in zip(figure.subplots(2, 4).flat, PANELS.items(), strict=True):
+    figure = over_steps(PANELS, 4, (17, 7))
+    for axis, names in zip(figure.axes, PANELS.values(), strict=True):
         for name in names:
             measured = {row["step"]: row[name] for row in rows if row.get(name) is not None}
             marker = "o" if name.startswith("eval_") else ""
             axis.plot(list(measured), list(measured.values()), marker=marker, label=name)
-        axis.set(title=title, xlabel="step")
-        if "(log)" in title:
-            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
         axis.legend(fontsize=8)
     figure.savefig(out / "curves.png", dpi=110)

@@ -23,18 +23,17 @@ def describe_model(
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
-    from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder = Path(path)
     with stage(f"reading the model {path} ({MODELS})"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         text = read_config(path)
         tokenizer = load_tokenizer(path)
         # Of config.json what it says itself: a class has a default of its own, such as 2.
         said, _ = PretrainedConfig.get_config_dict(path)
-        ends = [tokenizer.eos_token_id]
-        ends += [each.get("eos_token_id") for each in (said, said.get("text_config", {}))]
+        of_both = said, said.get("text_config", {})
+        ends = [tokenizer.eos_token_id, *(each.get("eos_token_id") for each in of_both)]
         if (folder / "generation_config.json").exists():
             ends.append(GenerationConfig.from_pretrained(path).eos_token_id)
         stop = set()
@@ -44,11 +43,11 @@ def describe_model(
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError("model must be a causal language model that transformers"
                          f" {version('transformers')} knows, {path} is a {text.model_type}")
-    quantization = (getattr(config, "quantization_config", None)
-                    or getattr(text, "quantization_config", None))
+    quantization = [each["quantization_config"] for each in of_both
+                    if each.get("quantization_config")]
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
-                         f" {quantization!s:.100}")
+                         f" {quantization[0]!s:.100}")
     # transformers reads one file of weights, else those of the index, and ignores all others.
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"model must be without adapters (they would be ignored), {folder} has"

@@ -45,7 +45,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
     for name in fixed_still(options.variants):
         parts.engine.setdefault("further", {})[ARGUMENTS[name]] = False
     if "recompute" in options.variants and "inflight_groups" in run.config.given:
-        parts.engine["recomputes"] = True  # else idle_switches.py names inflight_keep
+        parts.engine["recomputes"] = True  # else notices.py names inflight_keep
     if "both-heads" in options.variants:
         parts.policy["fp32_head"] = False
     if "both-raw" in options.variants:

@@ -13,7 +13,7 @@ import torch
 from helpers import config_of, qwen2
 
 from engine_adapter import ParityFlags
-from extras import idle_switches
+from extras.notices import name_idle
 from extras.transformers_engine import engine_for
 from report.clock import Clock
 from report.errors import end_of_process
@@ -38,9 +38,8 @@ def test_a_switch_that_can_change_nothing_is_named(capsys):
         (raw, {"temperature": 0.7}, []), (raw, {"temperature": 1.0}, ["processed_logprobs"]),
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
-        parts = SimpleNamespace(at_begin=[])
-        idle_switches.install(SimpleNamespace(config=config_of(parity, **changes), task=task), None, parts)
-        parts.at_begin[0](SimpleNamespace(engine=SimpleNamespace(settings={"block_size": 16})), {}, 1)
+        engine = SimpleNamespace(settings={"block_size": 16})
+        name_idle(SimpleNamespace(config=config_of(parity, **changes), task=task), SimpleNamespace(engine=engine), {})
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 

@@ -540,12 +540,10 @@ def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path
     figure = Figure(figsize=(4 * len(numbers) + 2, 0.4 * len(chosen) + 1), layout="constrained")
     axes = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
     for axis, name in zip(axes, numbers, strict=True):
-        for row, cell in enumerate(chosen):
-            values = list(by_seed(record["cells"][cell], name).values())
-            if values:
-                axis.barh(row, mean(values), color="C0")
-                axis.plot([min(values), max(values)], [row, row], color="black")
-        axis.set(title=METRICS[name].title, yticks=range(len(chosen)), yticklabels=chosen)
+        found = [by_seed(record["cells"][cell], name).values() or [math.nan] for cell in chosen]
+        axis.barh(chosen, [*map(mean, found)])
+        axis.hlines(chosen, [*map(min, found)], [*map(max, found)], "black")
+        axis.set(title=METRICS[name].title)
     axes[0].invert_yaxis()
     figure.savefig(path, dpi=110)
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 from socket import SO_RCVTIMEO, SOL_SOCKET, socket
 from struct import pack
 from types import ModuleType, SimpleNamespace
@@ -46,7 +46,7 @@ class TaskFile:
         self.path, self.seed, self.limit_s = path, seed, limit_s
         self.text = self.beside = None
         self.processes = [Process(self) for _ in range(num_processes)]
-        self.idle = SimpleQueue()
+        self.idle = LifoQueue()  # one call at a time: one process, and so one random state
         for process in self.processes:
             self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread

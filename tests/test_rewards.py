@@ -58,6 +58,12 @@ def test_a_reward_is_a_number_or_a_sentence_whatever_its_code_does(file, code, m
     assert file.reward(problem, "return 1.0") == 1.0
 
 
+def test_one_process_draws_the_problems_whatever_the_number_that_computes_rewards(file):
+    """Two with the same random state would draw each problem twice, so a task would seem used up too early."""
+    two = TaskFile(file.path, seed=0, limit_s=60, num_processes=2)
+    assert len({two.sample() for _ in range(4)}) == 4
+
+
 ENDS = {  # what the first reward does, and how the run ends
     "os.kill(os.getppid(), signal.SIGKILL)\n while True: pass": -signal.SIGKILL,
     "os.kill(os.getppid(), signal.SIGINT)\n time.sleep(60)": -signal.SIGINT,

@@ -44,8 +44,10 @@ def install(run: Any, options: Options, parts: Any) -> None:
                              " away")
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
-        for row in read_rows(run.out / "metrics.jsonl"):
-            check_name(row)
+        better = [row["step"] for row in read_rows(run.out / "metrics.jsonl") if exceeds(row)]
+        if better:
+            print(f"notice: the best evaluation so far is of step {better[-1]}, from when keep_best"
+                  f" was not given: its policy is not in {folder}, where only a better one goes")
         parts.writers.append(lambda row: keep(trainer.policy.model, row))
 
     def check_name(row: dict[str, Any]) -> None:
@@ -53,12 +55,17 @@ def install(run: Any, options: Options, parts: Any) -> None:
         if names and name not in names:
             raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
 
-    def keep(model: Any, row: dict[str, Any]) -> None:
+    def exceeds(row: dict[str, Any]) -> bool:
         check_name(row)
         value = row.get(name)
-        if value is None or not value > best["value"]:  # also leaves out NaN
+        is_better = value is not None and value > best["value"]  # also leaves out NaN
+        if is_better:
+            best.update(step=row["step"], value=value)
+        return is_better
+
+    def keep(model: Any, row: dict[str, Any]) -> None:
+        if not exceeds(row):
             return
-        best.update(step=row["step"], value=value)
         with stage(f"writing {folder}"), appears_whole(folder) as new:
             save_policy(run, model, parts, new)
             (new / "best.json").write_text(json.dumps(best))

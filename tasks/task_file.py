@@ -254,7 +254,10 @@ class Functions:
         if self.reward_name == "reward":
             named = dict.fromkeys(self.named, rollouts[0])
             return [as_reward(function(problem, texts[0], **named))]
-        rewards = list(function(problem, texts, **dict.fromkeys(self.named, rollouts)))
+        rewards = function(problem, texts, **dict.fromkeys(self.named, rollouts))
+        if isinstance(rewards, dict | set):
+            raise TypeError(f"it returned a {type(rewards).__name__}, not a list of rewards")
+        rewards = list(rewards)
         if len(rewards) != len(texts):
             raise TypeError(f"it returned {len(rewards)} rewards for {len(texts)} responses")
         return list(map(as_reward, rewards))

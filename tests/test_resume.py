@@ -200,6 +200,15 @@ def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that
     assert len(written) == 2 and repr(outcome(out)) == repr(outcome(tmp_path / "usual"))
 
 
+def test_a_best_policy_is_better_than_evaluations_from_before_the_option(root, tmp_path, valued, capsys):
+    words = options(root, tmp_path / "run", "--eval-every", "1", "--steps")
+    train_here([*words, "1"])
+    for steps, is_there in (("3", False), ("4", True)):
+        train_here([*words, steps, "--keep-best", "eval_agree", "--resume"])
+        assert (tmp_path / "run" / "best").exists() == is_there
+        assert "notice: the best evaluation so far is of step 1," in capsys.readouterr().out
+
+
 def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, tmp_path, capsys):
     out, other = tmp_path / "run", tmp_path / "other"
     words = options(root, out, "--steps", "2", "--keep-best")

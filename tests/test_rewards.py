@@ -165,6 +165,9 @@ def test_a_file_that_grades_whole_groups_sees_them(tmp_path):
     text = "def rewards(problem, responses): return [1.0]"
     with pytest.raises(ValueError, match=r"returned 1 rewards for 2 responses.* on .*rows.jsonl, line ., in a trial"):
         scored(tmp_path, text, "1", "2")
+    text = "def rewards(problem, responses): return {number: 1.0 for number, _ in enumerate(responses)}"
+    with pytest.raises(ValueError, match=r"it returned a dict, not a list of rewards"):  # its list has the keys
+        scored(tmp_path, text, "1", "2")
 
 
 def test_rewards_are_computed_at_the_same_time_each_with_its_limit(tmp_path):

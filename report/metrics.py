@@ -59,14 +59,13 @@ def of_rollouts(
     Shapes: scores (B,), has_signal (P, G).
     """
     rollouts, tokens = batch.rollouts, int(batch.mask.sum())
-    rewards = defaultdict(list)  # of the terms of a reward
-    for rollout in rollouts:
-        for name, value in rollout.parts.items():
-            rewards[f"reward/{name}"].append(value)
+    sums = [rollout.parts for rollout in rollouts if rollout.parts]  # rewards that have terms
+    terms = dict.fromkeys(name for parts in sums for name in parts)
     versions = [version for rollout in rollouts for version in rollout.versions]
     return {
         "reward": mean(rollout.reward for rollout in rollouts),
-        **{name: fmean(values) for name, values in rewards.items()},
+        # A term that a reward does not name is 0 there, so that the means add up to the reward's.
+        **{f"reward/{name}": fmean(parts.get(name, 0.0) for parts in sums) for name in terms},
         "reward_errors": sum(rollout.reward_error is not None for rollout in rollouts),
         "left_out": int(scores.isnan().sum()),
         "score": mean([scores.nanmean().item()]),

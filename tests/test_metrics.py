@@ -20,10 +20,12 @@ def test_the_figures_of_rollouts_equal_hand_computed_values():
                     parts={"form": reward}, reward_error="x" if math.isnan(reward) else None)
             for versions, reason, reward in values]  # fmt: skip
     rows[3].parts, rows[2].parts, rows[3].prompt_version = {}, {}, 3
+    rows[1].parts["late"] = -0.5
     has_signal = torch.tensor([[True, True], [False, False]])
     assert metrics.of_rollouts(make_batch(rows), torch.tensor([2.0, 0.0, math.nan, 1.0]), has_signal, 3) == {
-        "reward": 0.5, "reward/form": 0.5, "reward_errors": 1, "left_out": 1, "score": 1.0, "flat_frac": 0.5,
-        "trunc_frac": 0.25, "response_len": 1.5, "tokens": 6, "staleness_max": 3, "staleness_mean": 3 - 7 / 6,
+        "reward": 0.5, "reward/form": 0.5, "reward/late": -0.25, "reward_errors": 1, "left_out": 1,
+        "score": 1.0, "flat_frac": 0.5, "trunc_frac": 0.25, "response_len": 1.5, "tokens": 6, "staleness_max": 3,
+        "staleness_mean": 3 - 7 / 6,
     }  # fmt: skip
 
 

@@ -134,6 +134,7 @@ class Process:
             self.child = subprocess.Popen(
                 [sys.executable, "-u", "-c", PROGRAM, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONHASHSEED": str(self.file.seed)},  # the order of a set
                 start_new_session=True)  # a signal of the terminal reaches the run alone
         self.connection.recv()  # the process has started; the limit is for the file's code
 
@@ -196,6 +197,7 @@ class Functions:
         self.text = Path(path).read_bytes() if text is None else text
         name = f"task_{Path(path).stem}"
         self.module, self.rng = ModuleType(name), random.Random(seed)
+        random.seed(seed)  # for code that draws from the module
         self.module.__file__ = path
         sys.modules[name] = self.module  # dataclasses need it there
         before, folder = {*sys.modules}, Path(path).resolve().parent

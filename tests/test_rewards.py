@@ -95,6 +95,11 @@ def test_a_process_that_is_started_again_runs_the_text_of_the_digest(tmp_path, l
     assert task.reward(task.train[0], "x") == 2
 
 
+def test_the_seed_decides_what_a_file_draws_without_rng_and_the_order_of_its_sets(loaded):
+    text = "import random\nproblems = {(f'{n}{random.random()}', '1') for n in 'abcdef'}\ndef reward(*_): return 1.0"
+    assert len({loaded(text, seed).fingerprint for seed in (0, 0, 1)}) == 2
+
+
 def test_modules_beside_a_file_are_part_of_the_fingerprint_and_stay_the_same_in_a_run(tmp_path, loaded):
     text = "from helper_beside import grade\nproblems = [('1', '1'), ('2', '1')]\ndef reward(*_): return grade()"
     prints = []

@@ -46,8 +46,8 @@ def install(run: Any, options: Options, parts: Any) -> None:
     def begin(trainer: Any, record: dict[str, Any]) -> None:
         better = [row["step"] for row in read_rows(run.out / "metrics.jsonl") if exceeds(row)]
         if better:
-            print(f"notice: the best evaluation so far is of step {better[-1]}, from when keep_best"
-                  f" was not given: its policy is not in {folder}, where only a better one goes")
+            print(f"notice: the best evaluation so far is of step {better[-1]}, whose policy was"
+                  f" not kept: only a better one goes to {folder}")
         parts.writers.append(lambda row: keep(trainer.policy.model, row))
 
     def check_name(row: dict[str, Any]) -> None:

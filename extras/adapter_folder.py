@@ -15,6 +15,9 @@ from torch import Tensor
 
 from report.errors import printable, stage
 from report.files import digest_of
+from report.log import shown
+from tasks.model_folder import load_tokenizer
+from tasks.prompts import encode
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Entries of CONFIG that are read here, or have no effect on adapters that are already trained.
@@ -50,11 +53,28 @@ def check_task(run: Any, options: Options) -> Any:
     if given := sorted(config.given & {"lora_rank", "lora_alpha"}):
         raise ValueError(f"{' and '.join(given)} must not be given with adapter ({folder} has R ="
                          f" {entries['r']} and alpha = {entries['lora_alpha']:g})")
+    refuse_other_prompts(folder, run)
     print(f"notice: the adapters in {folder} were trained on"
           f" {entries.get('base_model_name_or_path')} with a dropout of"
           f" {entries.get('lora_dropout', 0)}; here they are on {config.model}, without dropout")
     lora = replace(config.lora, lora_rank=entries["r"], lora_alpha=entries["lora_alpha"])
     return replace(run, config=replace(config, lora=lora))
+
+
+def refuse_other_prompts(folder: str, run: Any) -> None:
+    """Raises: ValueError if a tokenizer in the folder, with its chat template, makes another first
+    prompt than the model's."""
+    if not Path(folder, "tokenizer_config.json").exists():
+        return
+    task = run.task
+    first = replace(task, train=task.train[:1], held_out=[])
+    with stage(f"encoding a question with the tokenizer in {folder}"):
+        other = encode(load_tokenizer(folder), first, task.stop_token_ids, run.config.data)
+    if other.prompts != first.prompts:
+        made, theirs = (shown(each.prompts_record["first"]) for each in (first, other))
+        raise ValueError(f"adapter must be without a tokenizer or chat template of its own (the"
+                         f" model's makes {made}), that in {folder} makes {theirs}; copy its files"
+                         " into the model's folder, or move them away")
 
 
 def install(run: Any, options: Options, parts: Any) -> None:

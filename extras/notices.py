@@ -3,15 +3,17 @@
 For those who compare runs with a fix off: which switches cannot change a figure of the run.
 """
 
+import json
 import re
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from report.errors import one_line
 from report.log import shown
 from tasks import Problem
-from tasks.prompts import time_limit
+from tasks.prompts import encode, time_limit
 
 
 def check_task(run: Any, options: Any) -> None:
@@ -23,6 +25,12 @@ def check_task(run: Any, options: Any) -> None:
     tokens = ", ".join(stop.values())
     ends = sum(problem.prompt_ids[-1] in stop for problem in problems)
     inside = sum(any(token in problem.question for token in stop.values()) for problem in problems)
+    bos = str(tokenizer.bos_token)
+    twice = sum(problem.prompt_ids.count(tokenizer.bos_token_id) > problem.question.count(bos) > 0
+                for problem in problems)
+    # A configuration for another tokenizer names the number of some text.
+    plain = [stop[token] for token in sorted(stop.keys() - {tokenizer.eos_token_id})
+             if token not in tokenizer.added_tokens_decoder]
     begun = [problem for problem in problems
              if problem.messages and problem.messages[-1]["role"] == "assistant"]
     continued = [texts for problem in begun if (texts := both_texts(tokenizer, problem, data))]
@@ -45,7 +53,13 @@ def check_task(run: Any, options: Any) -> None:
          " --lr 1e-6, or 1e-4 with --lora-rank (docs/run.md has measured ones)"),
         (ends, f"{ends} prompts end with a stop token, after which a model has nothing to say: does"
                " the tokenizer append it?"),
+        (plain, f"a response ends with {', '.join(map(repr, plain))}, which is no special token: is"
+                " eos_token_id right in config.json and generation_config.json?"),
         (inside, f"{inside} questions contain a stop token ({tokens})"),
+        (twice, f"{twice} questions contain {bos}, to which the tokenizer or the chat template adds"
+                " one more"),
+        *((is_idle(name, run), f"without {name} of chat_template_args the first prompt is the same")
+          for name in data.template_args),
         (begun, f"{len(begun)} chats end with an assistant's message, with which the response"
                 " begins: it must not be the answer"),
         (continued, f"the chat template itself would continue {len(continued)} of these chats"
@@ -60,16 +74,36 @@ def check_task(run: Any, options: Any) -> None:
     with suppress(Exception), time_limit(data.reward_limit_s):
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
         rendered = tokenizer.apply_chat_template(turn, tokenize=False, **data.template_args)
-        end = rendered.rpartition("ANSWER")[2]
+        begin, _, end = rendered.rpartition("ANSWER")
+        asked = tokenizer.apply_chat_template(
+            turn[:1], add_generation_prompt=True, tokenize=False, **data.template_args)
         ids = tokenizer(end, add_special_tokens=False)["input_ids"]
         notices.append((
             data.chat_template and not stop.keys() & {*ids},
             f"the chat template ends a turn with {end!r}, which has no stop token of the model"
             f" ({tokens}): a response can go on with turns that the model invents; name the token"
             " in eos_token_id of generation_config.json"))
+        header = begin.partition(asked)[2]
+        notices.append((
+            template and "add_generation_prompt" not in template and header.strip(),
+            "the chat template has no generation prompt (add_generation_prompt): a response must"
+            f" begin with {header!r}, which the reward sees"))
     for applies, sentence in notices:
         if applies:
             print(f"notice: {sentence}")
+
+
+def is_idle(name: str, run: Any) -> bool:
+    """Whether the first prompt is the same without this variable of the chat template."""
+    task, data = run.task, run.config.data
+    others = {other: value for other, value in data.template_args.items() if other != name}
+    first = replace(task, train=task.problems[:1], held_out=[])
+    try:
+        without = encode(task.tokenizer, first, task.stop_token_ids,
+                         replace(data, chat_template_args=json.dumps(others)))
+    except ValueError:  # the template needs it
+        return False
+    return without.prompts == first.prompts
 
 
 def both_texts(tokenizer: Any, problem: Problem, data: Any) -> str:

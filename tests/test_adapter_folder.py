@@ -16,6 +16,7 @@ from extras.lora import Adapters, Options
 from lab import export
 from report.files import save_checkpoint, save_policy
 from rl import make_batch
+from tasks.toys import toy_tokenizer
 from train import train_step
 
 IDS = torch.tensor([[5 + row, 6, 7, 8, 9 + row, 10] for row in range(4)])
@@ -101,6 +102,13 @@ def test_the_layers_with_adapters_are_those_of_peft(options, tmp_path):
     assert all(torch.equal(expected[name], tensor) for name, tensor in by_name(adapters).items())
 
 
+def templated():
+    """The model's tokenizer, with a chat template that a fine-tuning has added."""
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = "={{ messages[0].content }}="
+    return tokenizer
+
+
 UNKNOWN = {"alpha_pattern": {"q_proj": 4}, "bias": "all", "init_lora_weights": "pissa", "loftq_config": {"bits": 4},
            "lora_bias": True, "modules_to_save": ["lm_head"], "peft_type": "ADALORA", "rank_pattern": {"q_proj": 4},
            "trainable_token_indices": [1], "use_dora": True, "of_a_newer_peft": 1}  # fmt: skip
@@ -116,6 +124,7 @@ REFUSED = {
     "failed: KeyError: 'r'": lambda folder: (folder / CONFIG).write_text("{}"),
     "failed: FileNotFoundError": lambda folder: (folder / TENSORS).unlink(),
     "lora_rank must not be given with adapter ({folder} has R = 3 and alpha = 13.8564)": "--lora-rank 3",
+    """that in {folder} makes "=32+1=="; copy its files""": lambda folder: templated().save_pretrained(folder),
     "probe_every and probe_on_alarm must be off with lora_rank": "--lora-forward added --probe-every 1",
 }  # fmt: skip
 

@@ -128,7 +128,9 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
 
 def noticed(template: str | None, problem: Problem = QUESTION, stop: int = 1, **options) -> str:
     config = config_of(**options)
-    task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt)
+    task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt,
+                   chat_template_args=config.data.chat_template_args)  # fmt: skip
+    task.tokenizer.bos_token = "<think>"
     printed = StringIO()
     with redirect_stdout(printed):
         check_task(Run(config, Path(), "", task, None), None)
@@ -142,6 +144,16 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=0)
     assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
     assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
+    without = CHATML.replace("<end>", "<end>{{ '\\n' }}").partition("{% if add")[0]
+    assert "no generation prompt (add_generation_prompt): a response must begin with" in noticed(without)
+    assert "add_generation" not in noticed("[{{ messages[0].content }}]{{ (messages[1] | default({})).content }}")
+    assert "add_generation" not in noticed(without, chat_template=False)
+    assert "a response ends with '8', which is no special token" in noticed(None, stop=30)
+    assert "1 questions contain <think>, to which" in noticed("<think>" + CHATML, Problem("<think>a", "", ""))
+    assert noticed(CHATML, Problem("<think>a", "", "")) == ""
+    same = "without date_string of chat_template_args the first prompt is the same"
+    for value, said in ("26 Jul", same), ("27 Jul", ""):
+        assert noticed(DATED, chat_template_args=json.dumps({"date_string": value})) == said
     answered, thought = chat("user: 1+1", "assistant: 2"), chat("user: 1+1")
     assert "1 chats end with an assistant's message" in noticed(CHATML, answered)
     thought.messages[0].update(weight=1, reasoning="hm")

@@ -43,6 +43,11 @@ def describe_model(
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError("model must be a causal language model that transformers"
                          f" {version('transformers')} knows, {path} is a {text.model_type}")
+    # The second is Gemma 3's: embedding models have them.
+    if not getattr(text, "is_causal", True) or (
+            getattr(text, "use_bidirectional_attention", None) is True):
+        raise ValueError("model must be causal (a token must not attend to later ones), config.json"
+                         f" in {path} says that its attention is not")
     quantization = [each["quantization_config"] for each in of_both
                     if each.get("quantization_config")]
     if quantization:

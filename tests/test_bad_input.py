@@ -139,6 +139,9 @@ MODELS = {
                     "must be a causal language model that transformers"),
     "pictures": (lambda f: (f / CONFIG).write_text('{"model_type": "llava"}'),
                  "is a llava; try a folder with its llama alone"),
+    "not causal": (rewrite(CONFIG, is_causal=False), "model must be causal (a token must not attend to later ones)"),
+    "embeddings": (lambda f: (f / CONFIG).write_text(
+        '{"model_type": "gemma3_text", "use_bidirectional_attention": true}'), "must be causal"),
     "no stop token": (rewrite(SETTINGS, eos_token_id="x"), "name an end-of-sequence token"),
     "a stop token too large": (rewrite(SETTINGS, eos_token_id=96), "its token 96 is outside the vocabulary of 96"),
     "other tokens": (rewrite("tokenizer_config.json", added_tokens_decoder={15: {"content": "1+", "special": True}}),

@@ -74,18 +74,23 @@ class Folder(rl.Folder):
         if scales:
             raise ValueError("model must not be quantised (it is trained), the checkpoint in"
                              f" {self.path} has {min(scales)} and {len(scales) - 1} more scales")
-        beside = {held_name.rpartition(".")[0] for held_name in held}
-        lost = sorted(name for name in unexpected - silent if name.rpartition(".")[0] in beside)
+        beside = set(map(kind, held))
+        lost = sorted(name for name in unexpected - silent if kind(name) in beside)
         if lost:
-            raise ValueError("model must have all tensors of a layer, the checkpoint in"
-                             f" {self.path} has {lost[0]} and {len(lost) - 1} more, which"
-                             " config.json leaves out (attention_bias, say)")
+            raise ValueError("model must have all layers and all tensors of a layer, the checkpoint"
+                             f" in {self.path} has {lost[0]} and {len(lost) - 1} more, which"
+                             " config.json leaves out (num_hidden_layers or attention_bias, say)")
         if copied:
             print(f"not trained, and copied to an export: {len(copied)} tensors for multi-token"
                   f" prediction, {min(copied)} to {max(copied)}")
         if unexpected:
             print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
                   f" {', '.join(sorted(unexpected))}")
+
+
+def kind(name: str) -> str:
+    """The module of a tensor, without the numbers of layers and experts."""
+    return re.sub(r"\d+", "", name.rpartition(".")[0])
 
 
 def text_config(path: str, whole: Any) -> Any:

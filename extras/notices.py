@@ -1,6 +1,6 @@
 """Notices: what is often wrong with a run's prompts and is no error, and why its first loss is 0.
 
-For those who compare runs with a fix off: which switches cannot change a figure of the run.
+And which switches cannot change a figure of the run, for those who compare runs.
 """
 
 import json
@@ -127,19 +127,19 @@ def both_texts(tokenizer: Any, problem: Problem, data: Any) -> str:
 
 def install(run: Any, options: Any, parts: Any) -> None:
     parts.writers.append(partial(explain_first_loss, run.config))
-    if run.config.parity.off():
-        parts.at_begin.append(partial(name_idle, run))
+    parts.at_begin.append(partial(name_idle, run))
 
 
 def name_idle(run: Any, trainer: Any, record: dict[str, Any]) -> None:
     """Print which switches do nothing, once the engine has its settings."""
     config, parity, engine = run.config, run.config.parity, trainer.engine
     block = engine.settings.get("block_size", 0)  # transformers has no blocks
+    shares = "prefix_cache" in config.given  # never without uncached_runtime
     idle = [
         # The last token is always computed.
-        (not parity.uncached_runtime and engine.wanted["enable_prefix_caching"]
+        ((shares or not parity.uncached_runtime) and engine.wanted["enable_prefix_caching"]
          and max(map(len, run.task.prompts)) <= block,
-         "uncached_runtime: of its settings the prefix cache",
+         "prefix_cache" if shares else "uncached_runtime: of its settings the prefix cache",
          f"no prompt is longer than a block of {block} tokens; try --block-size 32"),
         (not parity.processed_logprobs and config.temperature == 1
          and not {"top_k", "top_p", "min_p"} & config.given,

@@ -143,7 +143,8 @@ class Task:
             rollout.reward_error, result = error, None
         if isinstance(result, dict):
             rollout.parts, result = result, sum(result.values())
-        rollout.reward = math.nan if result is None else result
+        # Rounded, so that terms added in another order are no difference within a group.
+        rollout.reward = math.nan if result is None else float(f"{result:.14g}")
 
     @property
     def problems(self) -> list[Problem]:

@@ -125,8 +125,12 @@ def test_no_tensor_that_the_model_has_or_computes_is_said_to_be_lost(name, more,
     assert capsys.readouterr().out.partition("checkpoint that ")[2] == said
 
 
-def test_a_tensor_beside_those_of_a_layer_is_not_left_out(tmp_path):
+@pytest.mark.parametrize("option, left, lost", [
+    ("attention_bias", False, r"0\.self_attn\.k_proj\.bias and 7"),
+    ("num_hidden_layers", 1, r"1\.input_layernorm\.weight and 12"),
+])  # fmt: skip
+def test_no_layer_and_no_tensor_beside_those_of_a_layer_is_left_out(option, left, lost, tmp_path):
     small_model("Llama", attention_bias=True).save_pretrained(tmp_path)
-    rewrite("config.json", attention_bias=False)(tmp_path)
-    with pytest.raises(ValueError, match=r"has model\.layers\.0\.self_attn\.k_proj\.bias and 7 more, which config"):
+    rewrite("config.json", **{option: left})(tmp_path)
+    with pytest.raises(ValueError, match=rf"has model\.layers\.{lost} more, which config"):
         extras.folder(str(tmp_path)).load(torch.float32)

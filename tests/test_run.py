@@ -37,8 +37,9 @@ def test_a_switch_that_can_change_nothing_is_named(capsys):
         (off, {}, ["inflight_keep", "fp32_head"]), (off, {"inflight_groups": 1, "dtype": "bfloat16"}, []),
         (raw, {"temperature": 0.7}, []), (raw, {"temperature": 1.0}, ["processed_logprobs"]),
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
+        (ParityFlags(), {"prefix_cache": "versioned"}, ["prefix_cache"]),
     ):  # fmt: skip
-        engine = SimpleNamespace(settings={"block_size": 16})
+        engine = SimpleNamespace(settings={"block_size": 16}, wanted={"enable_prefix_caching": True})
         name_idle(SimpleNamespace(config=config_of(parity, **changes), task=task), SimpleNamespace(engine=engine), {})
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named

@@ -71,10 +71,10 @@ def refuse_other_prompts(folder: str, run: Any) -> None:
     with stage(f"encoding a question with the tokenizer in {folder}"):
         other = encode(load_tokenizer(folder), first, task.stop_token_ids, run.config.data)
     if other.prompts != first.prompts:
-        made, theirs = (shown(each.prompts_record["first"]) for each in (first, other))
-        raise ValueError(f"adapter must be without a tokenizer or chat template of its own (the"
-                         f" model's makes {made}), that in {folder} makes {theirs}; copy its files"
-                         " into the model's folder, or move them away")
+        made, theirs = shown(first.prompts_record["first"]), shown(other.prompts_record["first"])
+        raise ValueError(f"adapter must be for the model's prompts (the first is {made}), the"
+                         f" tokenizer in {folder} makes {theirs}; copy its files into the model's"
+                         " folder, or move them away")
 
 
 def install(run: Any, options: Options, parts: Any) -> None:

@@ -44,9 +44,11 @@ def install(run: Any, options: Options, parts: Any) -> None:
                              " away")
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
-        better = [row["step"] for row in read_rows(run.out / "metrics.jsonl") if exceeds(row)]
-        if better:
-            print(f"notice: the best evaluation so far is of step {better[-1]}, whose policy was"
+        kept = best["step"]
+        for row in read_rows(run.out / "metrics.jsonl"):
+            raises_best(row)
+        if best["step"] != kept:
+            print(f"notice: the best evaluation so far is of step {best['step']}, whose policy was"
                   f" not kept: only a better one goes to {folder}")
         parts.writers.append(lambda row: keep(trainer.policy.model, row))
 
@@ -55,7 +57,8 @@ def install(run: Any, options: Options, parts: Any) -> None:
         if names and name not in names:
             raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
 
-    def exceeds(row: dict[str, Any]) -> bool:
+    def raises_best(row: dict[str, Any]) -> bool:
+        """Whether the row's evaluation is the best so far; `best` is then of it."""
         check_name(row)
         value = row.get(name)
         is_better = value is not None and value > best["value"]  # also leaves out NaN
@@ -64,7 +67,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         return is_better
 
     def keep(model: Any, row: dict[str, Any]) -> None:
-        if not exceeds(row):
+        if not raises_best(row):
             return
         with stage(f"writing {folder}"), appears_whole(folder) as new:
             save_policy(run, model, parts, new)

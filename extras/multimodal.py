@@ -74,12 +74,13 @@ class Folder(rl.Folder):
         if scales:
             raise ValueError("model must not be quantised (it is trained), the checkpoint in"
                              f" {self.path} has {min(scales)} and {len(scales) - 1} more scales")
-        beside = set(map(kind, held))
-        lost = sorted(name for name in unexpected - silent if kind(name) in beside)
+        beside = set(map(module_of, held))
+        lost = sorted(name for name in unexpected - silent if module_of(name) in beside)
         if lost:
             raise ValueError("model must have all layers and all tensors of a layer, the checkpoint"
                              f" in {self.path} has {lost[0]} and {len(lost) - 1} more, which"
-                             " config.json leaves out (num_hidden_layers or attention_bias, say)")
+                             " config.json leaves out (num_hidden_layers, attention_bias or"
+                             " num_nextn_predict_layers, say)")
         if copied:
             print(f"not trained, and copied to an export: {len(copied)} tensors for multi-token"
                   f" prediction, {min(copied)} to {max(copied)}")
@@ -88,9 +89,9 @@ class Folder(rl.Folder):
                   f" {', '.join(sorted(unexpected))}")
 
 
-def kind(name: str) -> str:
+def module_of(name: str) -> str:
     """The module of a tensor, without the numbers of layers and experts."""
-    return re.sub(r"\d+", "", name.rpartition(".")[0])
+    return re.sub(r"\.\d+\b", "", name.rpartition(".")[0])
 
 
 def text_config(path: str, whole: Any) -> Any:

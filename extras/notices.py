@@ -30,7 +30,7 @@ def check_task(run: Any, options: Any) -> None:
                 for problem in problems)
     # A configuration for another tokenizer names the number of some text.
     plain = [stop[token] for token in sorted(stop.keys() - {tokenizer.eos_token_id})
-             if token not in tokenizer.added_tokens_decoder]
+             if token not in getattr(tokenizer, "added_tokens_decoder", stop)]
     begun = [problem for problem in problems
              if problem.messages and problem.messages[-1]["role"] == "assistant"]
     continued = [texts for problem in begun if (texts := both_texts(tokenizer, problem, data))]
@@ -58,7 +58,8 @@ def check_task(run: Any, options: Any) -> None:
         (inside, f"{inside} questions contain a stop token ({tokens})"),
         (twice, f"{twice} questions contain {bos}, to which the tokenizer or the chat template adds"
                 " one more"),
-        *((is_idle(name, run), f"without {name} of chat_template_args the first prompt is the same")
+        *((changes_no_prompt(name, run),
+           f"without {name} of chat_template_args the first prompt is the same")
           for name in data.template_args),
         (begun, f"{len(begun)} chats end with an assistant's message, with which the response"
                 " begins: it must not be the answer"),
@@ -75,14 +76,14 @@ def check_task(run: Any, options: Any) -> None:
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
         rendered = tokenizer.apply_chat_template(turn, tokenize=False, **data.template_args)
         begin, _, end = rendered.rpartition("ANSWER")
-        asked = tokenizer.apply_chat_template(
-            turn[:1], add_generation_prompt=True, tokenize=False, **data.template_args)
         ids = tokenizer(end, add_special_tokens=False)["input_ids"]
         notices.append((
             data.chat_template and not stop.keys() & {*ids},
             f"the chat template ends a turn with {end!r}, which has no stop token of the model"
             f" ({tokens}): a response can go on with turns that the model invents; name the token"
             " in eos_token_id of generation_config.json"))
+        asked = tokenizer.apply_chat_template(
+            turn[:1], add_generation_prompt=True, tokenize=False, **data.template_args)
         header = begin.partition(asked)[2]
         notices.append((
             template and "add_generation_prompt" not in template and header.strip(),
@@ -93,7 +94,7 @@ def check_task(run: Any, options: Any) -> None:
             print(f"notice: {sentence}")
 
 
-def is_idle(name: str, run: Any) -> bool:
+def changes_no_prompt(name: str, run: Any) -> bool:
     """Whether the first prompt is the same without this variable of the chat template."""
     task, data = run.task, run.config.data
     others = {other: value for other, value in data.template_args.items() if other != name}
@@ -151,7 +152,7 @@ def name_idle(run: Any, trainer: Any, record: dict[str, Any]) -> None:
     ]
     for applies, switch, why in idle:
         if applies:
-            print(f"{switch} is switched WITHOUT EFFECT: {why}")
+            print(f"{switch} is WITHOUT EFFECT: {why}")
 
 
 def explain_first_loss(config: Any, row: dict[str, Any]) -> None:

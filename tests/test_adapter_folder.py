@@ -124,7 +124,7 @@ REFUSED = {
     "failed: KeyError: 'r'": lambda folder: (folder / CONFIG).write_text("{}"),
     "failed: FileNotFoundError": lambda folder: (folder / TENSORS).unlink(),
     "lora_rank must not be given with adapter ({folder} has R = 3 and alpha = 13.8564)": "--lora-rank 3",
-    """that in {folder} makes "=32+1=="; copy its files""": lambda folder: templated().save_pretrained(folder),
+    """the tokenizer in {folder} makes "=32+1=="; copy its files""": lambda folder: templated().save_pretrained(folder),
     "probe_every and probe_on_alarm must be off with lora_rank": "--lora-forward added --probe-every 1",
 }  # fmt: skip
 

@@ -162,7 +162,7 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     assert main([*small, "--steps", "2"]) == 1
     printed = capsys.readouterr().out
     assert f"v1-defaults-seed0 starts; its lines go to {log}\n" in printed
-    assert "    fp32_head is switched WITHOUT EFFECT: the model's dtype is float32" in printed
+    assert "    fp32_head is WITHOUT EFFECT: the model's dtype is float32" in printed
     assert "[1/2] v1-defaults-seed0: finished" in printed
     assert "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed
     record = read_json(runs.parent / "ladder.json")

@@ -37,6 +37,7 @@ class TokenLogprobs(Protocol):
 def centre(scores: Tensor, group_size: int) -> Tensor:
     """R - mean_group, exactly 0 for equal scores: (B,), B = P * group_size -> (P, group_size).
 
+    Scores less than 1e-12 apart are equal: sums of the same terms in another order can be.
     A score of NaN marks a response that is left out: it does not enter the mean and becomes 0.
     """
     groups = rearrange(scores, "(p g) -> p g", g=group_size)
@@ -44,6 +45,7 @@ def centre(scores: Tensor, group_size: int) -> Tensor:
     # rounded mean can differ from them by one unit in the last place.
     counted = (~groups.isnan()).int()
     groups = groups - groups.gather(1, counted.argmax(dim=1, keepdim=True))
+    groups = groups.masked_fill(groups.abs() < 1e-12, 0.0)
     return (groups - groups.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
 
 

@@ -143,8 +143,7 @@ class Task:
             rollout.reward_error, result = error, None
         if isinstance(result, dict):
             rollout.parts, result = result, sum(result.values())
-        # Rounded, so that terms added in another order make no difference within a group.
-        rollout.reward = math.nan if result is None else round(result, 12)
+        rollout.reward = math.nan if result is None else result
 
     @property
     def problems(self) -> list[Problem]:

@@ -23,6 +23,7 @@ def test_group_advantages_equal_hand_computed_values_and_equal_rewards_have_none
     for value, group_size in product([0.1, 0.7, 1 / 3, -0.6, 1e-8, 1e6 + 0.3, math.nan], range(2, 70, 3)):
         rewards = [value] * (2 * group_size - 1) + [math.nan]
         assert not any(advantages(rewards, group_size, objective)), (value, group_size)
+    assert not any(advantages([0.1 + 0.2, 0.3, 0.1 + 0.2 - 0.3, 0.1 - 0.3 + 0.2], 2, objective))
     for value, apart in ((0.1, 1e-6), (0.0, 1.0), (1e8, 1.0)):  # and a group of equal rewards beside
         std = apart / math.sqrt(8)  # of seven equal numbers and one that is `apart` from them
         unit = apart / 8 / (1 if objective == "dr_grpo" else std + 1e-4)

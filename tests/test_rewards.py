@@ -167,8 +167,6 @@ def test_a_file_that_grades_whole_groups_sees_them(tmp_path):
 """
     rows = scored(tmp_path, text, "12", "1", "1", "123", groups=2)
     assert [row["reward"] for row in rows] == [0, 1, 1, 0]
-    text = "def rewards(problem, responses): return [0.1 + 0.2 - 0.3, 0.1 - 0.3 + 0.2][: len(responses)]"
-    assert [row["reward"] for row in scored(tmp_path, text, "1", "2")] == [0, 0]  # 3e-17 would be a signal
     text = "def rewards(problem, responses): return [1.0]"
     with pytest.raises(ValueError, match=r"returned 1 rewards for 2 responses.* on .*rows.jsonl, line ., in a trial"):
         scored(tmp_path, text, "1", "2")

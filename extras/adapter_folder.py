@@ -17,7 +17,7 @@ from report.errors import printable, stage
 from report.files import digest_of
 from report.log import shown
 from tasks.model_folder import load_tokenizer
-from tasks.prompts import encode
+from tasks.prompts import first_encoded
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Entries of CONFIG that are read here, or have no effect on adapters that are already trained.
@@ -67,11 +67,10 @@ def refuse_other_prompts(folder: str, run: Any) -> None:
     if not Path(folder, "tokenizer_config.json").exists():
         return
     task = run.task
-    first = replace(task, train=task.train[:1], held_out=[])
     with stage(f"encoding a question with the tokenizer in {folder}"):
-        other = encode(load_tokenizer(folder), first, task.stop_token_ids, run.config.data)
-    if other.prompts != first.prompts:
-        made, theirs = shown(first.prompts_record["first"]), shown(other.prompts_record["first"])
+        other = first_encoded(load_tokenizer(folder), task, run.config.data)
+    if other.prompts[0] != task.prompts[0]:
+        made, theirs = shown(task.prompts_record["first"]), shown(other.prompts_record["first"])
         raise ValueError(f"adapter must be for the model's prompts (the first is {made}), the"
                          f" tokenizer in {folder} makes {theirs}; copy its files into the model's"
                          " folder, or move them away")

@@ -32,8 +32,8 @@ def describe_model(
         tokenizer = load_tokenizer(path)
         # Of config.json what it says itself: a class has a default of its own, such as 2.
         said, _ = PretrainedConfig.get_config_dict(path)
-        of_both = said, said.get("text_config", {})
-        ends = [tokenizer.eos_token_id, *(each.get("eos_token_id") for each in of_both)]
+        levels = said, said.get("text_config", {})
+        ends = [tokenizer.eos_token_id, *(level.get("eos_token_id") for level in levels)]
         if (folder / "generation_config.json").exists():
             ends.append(GenerationConfig.from_pretrained(path).eos_token_id)
         stop = set()
@@ -48,8 +48,8 @@ def describe_model(
             getattr(text, "use_bidirectional_attention", None) is True):
         raise ValueError("model must be causal (a token must not attend to later ones), config.json"
                          f" in {path} says that its attention is not")
-    quantization = [each["quantization_config"] for each in of_both
-                    if each.get("quantization_config")]
+    quantization = [level["quantization_config"] for level in levels
+                    if level.get("quantization_config")]
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
                          f" {quantization[0]!s:.100}")

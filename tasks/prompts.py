@@ -60,6 +60,12 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
                    stop_token_ids=stop_token_ids)
 
 
+def first_encoded(tokenizer: Any, task: Task, data: Options) -> Task:
+    """The first problem alone, encoded by another tokenizer or with other options."""
+    alone = replace(task, train=task.problems[:1], held_out=[])
+    return encode(tokenizer, alone, task.stop_token_ids, data)
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError. For the main thread, and not for compiled code that does not return."""

@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "rl": "engine_adapter objectives verify",
     "train": "engine_adapter extras objectives report rl tasks verify",
     "extras": "engine_adapter objectives report rl tasks verify",
-    "examples": "engine_adapter extras lab objectives report rl tasks train verify",
+    "examples": "engine_adapter extras objectives report rl tasks verify",
     "probe": "engine_adapter examples extras objectives report rl tasks verify",
     "lab": "engine_adapter exercises extras objectives probe report rl tasks train verify",
     "exercises": "",  # a student's functions are his own

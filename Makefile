@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=$(THREADS) $(VENV)/bin/python -m pytest tests -n $(WORK
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask
 
-.PHONY: setup train test test-gpu-path check ablate bench real gpu
+.PHONY: setup train test test-gpu-path check ablate bench real
 setup: $(if $(filter .venv,$(VENV)),.venv/.ready,$(VENV)/bin/python)
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
@@ -60,11 +60,6 @@ bench: setup
 real: setup $(if $(filter .venv,$(VENV)),.venv/.ready-real)
 	$(VENV)/bin/python -m examples.smollm2
 	$(VENV)/bin/python -m lab.study real --cells parity+three --seeds 0 --out $(OUT) $(ARGS)
-
-# The first hour on a GPU, what is worth most first; with MINUTES=10 as much as ten minutes allow. Without a GPU it
-# is rehearsed, with tiny shapes.
-gpu: setup
-	$(VENV)/bin/python -m lab.study gpu --out $(OUT) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .venv/.ready-real: .venv/.ready examples/requirements-real.txt
 	@.venv/bin/python -c 'import os, sysconfig as s; os.stat(s.get_path("include", "posix_prefix") + "/Python.h")' 2>/dev/null && \

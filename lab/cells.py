@@ -3,12 +3,9 @@
 A cell is a name and options of train.py. They come after the study's workload, so they override it.
 """
 
-import math
 from collections.abc import Callable
-from functools import partial
 from itertools import combinations
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
 from typing import Any, NamedTuple
@@ -55,11 +52,6 @@ def tokens_a_second(rows: Rows) -> float | None:
     return sum(row.get("tokens", 0) for row in rows) / seconds if seconds else None
 
 
-def freed_by_sleep(rows: Rows) -> float | None:
-    freed = [row["generate_gib"] - row["sleep_gib"] for row in rows if "sleep_gib" in row]
-    return median(freed) if freed else None
-
-
 def verdicts(rows: Rows) -> str | None:
     """The causes that the probe has named at any step. Without one, its last verdict."""
     probed = [row["probe"] for row in rows if "probe" in row]
@@ -97,15 +89,12 @@ METRICS = {
     "wasted": column("wasted tokens", ".0f", "tokens_wasted", last),
     "tokens_s": Metric("tokens/s", ".0f", tokens_a_second),
     "probe": Metric("the probe's causes, or its last verdict", "", verdicts),
-    "freed": Metric("memory freed by sleep, GiB", ".2f", freed_by_sleep),
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),
     "start_s": column("start the engine, s", ".1f", "start_s"),
     "program_us": column("generate in this program, us a token", ".1f", "program_us", warm),
     "vllm_us": column("in vLLM outside of its model runner, us a token", ".1f", "vllm_us", warm),
     "bare_us": column("bare generate outside of it, us a token", ".1f", "bare_us", warm),
-    "decode_busy": column("the GPU computes, decode", ".0%", "decode_busy"),
-    "update_busy": column("the GPU computes, update", ".0%", "update_busy"),
 } | {
     f"{phase}_formula": column(f"{phase}, peak / formula", ".2f", f"{phase}_gib", warm,
                                per=f"formula_{phase}_gib")
@@ -139,12 +128,6 @@ class Cell(NamedTuple):
     options: str  # of train.py
     baseline: str = "transformers"  # the cell whose runs of the same seeds are subtracted
     program: str = "train"  # a module whose `main` takes the options; others are in lab/
-    model: str | None = None  # of lab/models.py: written for each seed before the runs
-    limit_s: float = math.inf  # of a run
-    jobs: int = 1  # runs at the same time on a GPU, if all of them allow so many
-    seeds: tuple[int, ...] = ()  # its own, without --seeds
-    # What was predicted, what others report, or what an H200 gave: printed beside the figures.
-    expected: str = "-"
 
 
 class Study(NamedTuple):
@@ -157,10 +140,6 @@ class Study(NamedTuple):
     steps: int = 40
     seeds: int = 3
     jobs: int = 2  # runs at the same time; they share the CPU threads
-    # The first cells are worth most: the record is written after each run, with the steps of those
-    # that have not finished.
-    piecewise: bool = False
-    rehearsal: str = ""  # options that come last without a GPU
 
 
 def against(baseline: str, options: dict[str, str], program: str = "train") -> dict[str, Cell]:
@@ -244,81 +223,6 @@ REAL_CELLS = (
 BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
 BENCH_CELLS = against("vllm", {"vllm": ""}, "lab.bench")
 
-# The first hour on a GPU, in the order of what is worth most. MINUTES=10 holds the profiles and the
-# first prices; `--cells smollm2-*` is another ten. On an H100 each process takes 35 to 55 s before
-# its first step. Random weights of real shapes, 128 tokens of prompt, 512 of response: with 128
-# prompts a step and its bare work took 32 + 27 s on an H200, so there are 64. docs/fixes.md has the
-# reasons of what is expected.
-GPU = (f"{BENCH} --task {Path(__file__).with_name('models.py')} --dtype bfloat16 --num-prompts 64"
-       " --group-size 8 --max-new-tokens 512 --micro-batch-tokens 16384 --kv-cache-gib 16"
-       " --eval-problems 8")
-NOISE = "--self-noise-every 1"
-TINY = ("--steps 3 --num-prompts 4 --group-size 4 --max-new-tokens 18 --kv-cache-gib 0.1"
-        " --eval-problems 4")
-PRICE = "--max-new-tokens 128 --steps 2"
-SMALL = "--num-prompts 32"
-half_b = partial(Cell, baseline="parity", program="lab.bench", model="qwen2.5-0.5b", limit_s=180)
-price = partial(half_b, baseline="small", limit_s=120)
-ARMS = {"parity": "", "raw": RAW, "kept-cache": f"{RUNTIME} --variants prefix-cache"}
-TAUGHT = "taught-qwen2.5-0.5b"
-# The settings of the record gpu-trained.
-HALF_B = (f"{LADDER} --kv-cache-gib 0.5 --micro-batch-tokens 8192 --eval-problems 128"
-          " --self-noise-every 10 --steps 40")
-SUMS = (f"--model {SMOLLM2} --task {Path(__file__).with_name('sums.py')} --num-prompts 32"
-        " --inflight-groups 8 --max-new-tokens 16 --temperature 0.7 --lr 1e-5 --kv-cache-gib 2"
-        " --block-size 32 --micro-batch-tokens 4096 --eval-every 15 --eval-problems 128"
-        " --eval-trainer-alone --self-noise-every 10 --steps 30 --two-policy")
-
-
-def arms(job: str, options: str, *expected: str, **fields: Any) -> dict[str, Cell]:
-    """The first of ARMS, one for each expectation. They run beside each other, because engines that
-    keep requests do not sleep.
-    """
-    return {f"{job}-{arm}": Cell(f"{options} {ARMS[arm]}", f"{job}-parity", limit_s=300, jobs=4,
-                                 expected=each, **fields)
-            for arm, each in zip(ARMS, expected, strict=False)}
-
-
-GPU_CELLS = {
-    # The default job in float32: it learns, as on a CPU.
-    "learns": Cell("--model toy --task toy --max-new-tokens 8 --dtype float32 --lr 1e-3 --steps 60"
-                   " --num-prompts 128 --micro-batch-tokens 4096 --kv-cache-gib 0.25"
-                   " --eval-every 20 --eval-problems 256", "learns", limit_s=180,
-                   expected="H200: held out greedily 1.00"),
-    "profile": price(PRICE, baseline="profile", program="lab.profile"),
-    "profile-eager": price(f"{PRICE} --no-cuda-graphs", baseline="profile", program="lab.profile"),
-    # The price of each fix in seconds: 512 requests.
-    "small": price(f"{PRICE} {NOISE}", expected="a decode step of 16 ms or less"),
-    "small-eager": price(f"{PRICE} --no-cuda-graphs"),
-    "minus-fp32-head": price(f"{PRICE} {NOISE} {HEAD}",
-                             expected="H100: mismatch 11 times that of parity"),
-    "minus-async-scheduling": price(f"{PRICE} {RUNTIME} --variants async-scheduling"),
-    **arms("smollm2", SUMS, "H100, seed 0: reward 0.56", "H100, seed 0: reward 0.09", seeds=(1, 2)),
-    **arms("taught-2e-5", f"{HALF_B} --lr 2e-5", "H100: reward 0.93", "H100: reward 0.86",
-           "H100: reward 0.86, agreement 0.72", model=TAUGHT),
-    **arms("taught-5e-5", f"{HALF_B} --lr 5e-5", "H100: reward 0.99",
-           "further below parity than with 2e-5", "the same", model=TAUGHT),
-    # The shape of garg-aayush/building-from-scratch: 256 rollouts.
-    "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --kv-cache-gib 8"
-                 " --steps 2", "1.5b", "lab.bench", "qwen2.5-1.5b", limit_s=300,
-                 expected="others: a step takes 30 s on an H100, 84 s on a 4090"),
-    "minus-processed": price(f"{PRICE} {RAW}"),
-    "minus-prefix-cache": price(f"{PRICE} {ARMS['kept-cache']}"),
-    "small-top-p": price(f"{PRICE} {TOP_P}"),
-    "small-top-p-minus-mask": price(f"{PRICE} {TOP_P} --parity.no-sampling-mask"),
-    "v1-defaults": price(f"{PRICE} {V1}"),
-    # Its engine sleeps, which clears its cache.
-    "taught-2e-5-v1-defaults": Cell(
-        f"{HALF_B} --lr 2e-5 {V1}", "taught-2e-5-parity", model=TAUGHT, limit_s=300,
-        expected="H100: reward 0.78 after 21 steps"),
-    "tests": Cell("", "tests", "lab.gpu_tests", limit_s=300, expected="exit status 0"),
-    "parity": half_b(
-        NOISE, expected="H100: frees 18.3 GiB, load 0.06 s; sleep, wake and load 0.7 % of a step;"
-        " mismatch 1.5 times the own noise"),
-    "float16": half_b(f"--dtype float16 {SMALL} {NOISE}"),
-    "24gb": half_b(f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4"),
-}
-
 STUDIES = {
     "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,
                     ("transformers", "v1-defaults", "parity")),
@@ -335,14 +239,4 @@ STUDIES = {
                              "program_us", "vllm_us", "bare_us", "old_logprobs_s",
                              "old_logprobs_bare", "update_s", "update_bare", "sync_s", "tokens_s",
                              "update_gib"), steps=22, jobs=1),
-    "gpu": Study(
-        GPU, GPU_CELLS, ("reward", "entropy", "eval_greedy_before", "eval_greedy",
-                         "eval_trainer_alone", "eval_agree", "backend_clip", "mismatch",
-                         "mismatch_current", "self_noise",
-                         "mismatch_noise", "start_s", "sleep_s", "wake_s", "load_s", "proof_s",
-                         "canary_s", "step_s", "generate_s", "generate_bare", "program_us",
-                         "vllm_us", "bare_us", "old_logprobs_s", "update_s", "tokens_s", "freed",
-                         "generate_gib", "generate_formula", "update_gib", "update_formula",
-                         "decode_busy", "update_busy"),
-        steps=5, seeds=1, jobs=1, piecewise=True, rehearsal=TINY),
 }  # fmt: skip

@@ -11,11 +11,6 @@ Seeds are the outer loop, so the cells of a benchmark alternate. Each run is a p
 forked from one that has imported everything; on a GPU, whose state cannot be forked, it is a fresh
 process. A second call repeats what has not finished. All finished runs in OUT belong to the record:
 the call is refused if one of them has other options than this call would give it.
-
-With --minutes the call ends in time, its imports included. A run that exceeds the limit of its cell
-is killed with the processes that it has started. The record of the study `gpu` is written after
-each run. Its runs that were killed or crashed count with the steps they have, and the table names
-them. Without a GPU it is a rehearsal, with tiny shapes.
 """
 
 import fnmatch
@@ -29,13 +24,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from itertools import chain
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
@@ -43,13 +38,10 @@ from threading import Thread
 from typing import Any, Literal
 
 import numpy
-import psutil
 import torch
 import tyro
 
-import lab
-from lab.cells import METRICS, PANELS, SMOLLM2, STUDIES, Cell, Metric
-from lab.models import write_model
+from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.products import widen_if_slow
 from report.curves import over_steps
 from report.errors import (
@@ -57,7 +49,6 @@ from report.errors import (
     end_of_process,
     exit_with_message,
     locked,
-    one_line,
     print_each_line_at_once,
     replace_file,
     stage,
@@ -71,10 +62,7 @@ Record = dict[str, Any]  # as JSON has it
 Errors = dict[str, str]  # of runs, by the name of their folder
 Values = dict[int, Any]  # of a metric, by seed
 GPU = torch.cuda.is_available()
-# Memory figures that hold what all runs on the card use.
-OF_THE_CARD = {"freed", "generate_gib", "update_gib"}
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
-RESERVE = 5.0  # seconds of --minutes for killing the last run and printing the table
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
 IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
@@ -88,18 +76,16 @@ STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 class Options:
     """What to run, or what to print."""
 
-    study: tyro.conf.Positional[str]  # ladder, real, own, bench or gpu; with --print, a record.
+    study: tyro.conf.Positional[str]  # ladder, real, own or bench; with --print, a record.
     out: str | None = None  # Folder of runs, record and picture; if not given, runs/STUDY.
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
     # Steps of a run; if not given, those of the study. Some cells have a number of their own.
     steps: int | None = None
-    # Runs at the same time; they share the CPU threads. On a GPU a cell decides, because vLLM's
-    # sleep asserts that the memory in use falls.
+    # Runs at the same time; they share the CPU threads. If not given, on a CPU those of the study
+    # and on a GPU one, because vLLM's sleep asserts that the memory in use falls.
     jobs: int | None = None
-    # After so many the call ends, even if a run hangs. A week.
-    minutes: float = 10_000.0
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them. The study sets --out and --seed.
     train_args: str = ""
@@ -110,10 +96,9 @@ class Options:
 
     def __post_init__(self):
         if self.print is None and self.study not in STUDIES:
-            raise ValueError(f"study must be one of {', '.join(STUDIES)} (a record can only be"
-                             f" printed), got {self.study}; try --print")
+            raise ValueError(f"study must be one of {', '.join(STUDIES)} (others are in the commit"
+                             f" of their record, gpu in 4d0d4e9), got {self.study}; try --print")
         within(self, 1, MANY, "steps", "jobs")
-        within(self, 0.1, 10_000, "minutes")
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names that `cells` selects. Raises: ValueError for a cell that is none of them."""
@@ -146,24 +131,6 @@ class Run:
     def finished(self) -> bool:
         return (self.folder / MARK).exists()
 
-    @property
-    def begun(self) -> bool:
-        return (self.folder / "config.json").exists()
-
-    @property
-    def skipped(self) -> bool:
-        """Its model has to be made by a command of its own."""
-        return self.config.model == SMOLLM2 and not Path(SMOLLM2).exists()
-
-    def outcome(self, crashed: Errors) -> str:
-        """What has become of it; `crashed` has the errors of this call."""
-        if self.finished:  # the tests marked gpu have no figures, but their log ends with numbers
-            return "finished" if self.begun else f"finished: {last_line(self.folder)}"
-        if self.skipped:
-            return "skipped: `python -m examples.smollm2` makes its model"
-        earlier = "unfinished in an earlier call" if self.begun else "not started"
-        return crashed.get(self.folder.name, earlier)
-
     def origin(self, command: str) -> Record:
         """Its config.json, with its mark if it has finished."""
         mark = read_json(self.folder / MARK) if self.finished else {"command": command}
@@ -189,9 +156,8 @@ class Plan:
         self.study = STUDIES[options.study]
         self.out = Path(options.out or f"runs/{options.study}").resolve()
         self.record = self.out / f"{options.study}.json"
-        self.models = self.out / "models"
         self.cells = options.chosen(self.study.cells)
-        self.rehearsal = "" if GPU else self.study.rehearsal
+        self.jobs = options.jobs or (1 if GPU else self.study.jobs)
         self.run = cache(self._make_run)
 
     def _make_run(self, name: str, seed: int) -> Run:
@@ -200,34 +166,27 @@ class Plan:
         folder = self.out / "runs" / f"{name}-seed{seed}"
         steps = self.options.steps or self.study.steps
         words = shlex.split(f"{self.study.workload} --steps {steps}")
-        if cell.model:
-            words += ["--model", str(self.models / f"{cell.model}-seed{seed}")]
-        words += shlex.split(f"{self.options.train_args} {cell.options} {self.rehearsal}")
+        words += shlex.split(f"{self.options.train_args} {cell.options}")
         words += ["--out", str(folder), "--seed", str(seed)]
         return Run(folder, cell, words, tyro.cli(Config, args=words))
 
     def chosen(self) -> list[Run]:
-        """The runs that this call asks for; those of a piecewise study cell by cell."""
-        given, usual = self.options.seeds, range(self.study.seeds)
-        runs = [self.run(name, seed) for name in self.cells
-                for seed in given or self.study.cells[name].seeds or usual]
-        return runs if self.study.piecewise else sorted(runs, key=lambda run: run.config.seed)
+        """The runs that this call asks for, seed by seed."""
+        seeds = sorted({*self.options.seeds}) or range(self.study.seeds)
+        return [self.run(name, seed) for seed in seeds for name in self.cells]
 
     def counted(self) -> dict[str, list[Run]]:
         """The runs in OUT that belong to the record, by cell: all that have finished.
 
-        Of a piecewise study also those that have begun. The tests marked gpu have no figures.
         Raises: ValueError if a finished run has other options than this call would give it.
         """
         counted = {}
         for name in self.study.cells:
-            folders = [each.parent.name for each in self.out.glob(f"runs/{name}-seed*/config.json")]
+            folders = [each.parent.name for each in self.out.glob(f"runs/{name}-seed*/{MARK}")]
             for seed in sorted(int(folder.rpartition("-seed")[2]) for folder in folders):
                 run = self.run(name, seed)
-                if run.finished:
-                    run.check_options()
-                if run.finished or self.study.piecewise:
-                    counted.setdefault(name, []).append(run)
+                run.check_options()
+                counted.setdefault(name, []).append(run)
         return counted
 
 
@@ -258,117 +217,57 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
-def kill(pid: int) -> None:
-    """End a process and all that it has started."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-
-
 def last_line(folder: Path) -> str:
     """The last line of the log of a run."""
     log = Path(f"{folder}.log").read_text(errors="replace")
     return log.strip().rpartition("\n")[2][:200]
 
 
-def in_processes(
-    tasks: list[tuple], end: float, after: Callable[[str, Errors], None]
-) -> Errors:
-    """Call each (jobs, limit, function, folder, more arguments) in a process of its own.
-
-    As many run at a time as all of them allow by their `jobs`. A process is killed after its limit
-    (seconds) and at the time `end`; from then on none is started. `after` is called with the name
-    of each folder and the errors so far. Returns the errors of those that failed.
-    """
+def start(run: Run, origin: Record) -> BaseProcess:
+    """Start the run in a process of its own."""
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
-    waiting, running, failed = deque(tasks), {}, {}
-    started = time.monotonic()
-    while True:
-        while waiting and time.monotonic() < end and len(running) < min(
-                others[0] for others in [waiting[0], *running.values()]):
-            jobs, limit, *call = waiting.popleft()
-            folder = call[1]
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            Path(f"{folder}.log").touch()
-            print(f"{folder.name} starts; its lines go to {folder}.log")
-            process = context.Process(target=logged, args=call)
-            process.start()
-            deadline = min(end, time.monotonic() + limit)
-            running[process.sentinel] = jobs, deadline, folder, process
-        if not running:
-            return failed
-        first = min(running, key=lambda sentinel: running[sentinel][1])
-        ended = wait(running, running[first][1] - time.monotonic())
-        *_, folder, process = running.pop(ended[0] if ended else first)
-        cut = ""
-        if not ended:
-            kill(process.pid)
-            cut = " at the time limit"
-        process.join(RESERVE / 2)  # a call of a driver may block its end
-        outcome = "finished"
-        if process.exitcode != 0:
-            failed[folder.name] = f"exit status {process.exitcode}{cut}: {last_line(folder)}"
-            outcome = f"CRASHED, {failed[folder.name]}"
-        done = len(tasks) - len(waiting) - len(running)
-        minutes = (time.monotonic() - started) / 60
-        left = min(minutes / done * (len(tasks) - done), (end - time.monotonic()) / 60)
-        print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min, about"
-              f" {left:.1f} left")
-        for line in Path(f"{folder}.log").read_text(errors="replace").splitlines():
-            if "WITHOUT EFFECT" in line:
-                print(f"    {line}")
-        after(folder.name, failed)
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{run.folder.name} starts; its lines go to {run.folder}.log")
+    process = context.Process(target=logged, args=(execute, run.folder, run, origin))
+    process.start()
+    return process
 
 
 def run_all(plan: Plan) -> Errors:
-    """Run what has not finished. Returns the errors of the runs that crashed."""
+    """Run what has not finished, `jobs` at a time. Returns the errors of the runs that crashed."""
     plan.counted()  # refuses other options
     origin = {"command": plan.command}
     if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance()
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
-    pending = [run for run in plan.chosen()
-               if not run.finished and not (plan.study.piecewise and run.skipped)]
-    pending.sort(key=lambda run: run.begun)  # those that a limit has cut already come last
-    seconds = 60 * plan.options.minutes
-    tasks = {}
-    for run in pending:
-        config, limit = run.config, run.cell.limit_s
-        model = Path(config.model)
-        if model.parent == plan.models and not model.exists():
-            tasks.setdefault(model, (1, limit, write_model, model, run.cell.model, config.seed))
-        jobs = run.cell.jobs if GPU else plan.options.jobs or plan.study.jobs
-        tasks[run.folder] = jobs, limit, execute, run.folder, run, origin
-    jobs = max((task[0] for task in tasks.values()), default=1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
+    threads = max(1, len(os.sched_getaffinity(0)) // plan.jobs)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     prepare_environment()
-    end = lab.STARTED + seconds - RESERVE
-    return in_processes([*tasks.values()], end, partial(note, plan))
-
-
-def note(plan: Plan, run: str, crashed: Errors) -> None:
-    """After each run of a piecewise study: the record so far, and the run's figures.
-
-    The disk must have room for the next run: a checkpoint of 0.5B has 8 GB.
-    """
-    if not plan.study.piecewise:
-        return
-    shutil.rmtree(plan.out / "runs" / run / "checkpoints", ignore_errors=True)
-    name = run.rpartition("-seed")[0]
-    try:
-        cell = write_record(plan, crashed)["cells"].get(name)
-    except OSError as error:
-        print(f"    the record was NOT WRITTEN: {one_line(error)}")
-        return
-    if cell:
-        steps = len(read_rows(plan.out / "runs" / run / "metrics.jsonl"))
-        figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
-                   for each in cell["metrics"] if by_seed(cell, each)]
-        expected = f"expected: {plan.study.cells[name].expected}"
-        print("   ", "; ".join([*figures, f"{steps} rows", expected]))
+    pending = deque(run for run in plan.chosen() if not run.finished)
+    total, running, crashed = len(pending), {}, {}
+    started = time.monotonic()
+    while pending or running:
+        while pending and len(running) < plan.jobs:
+            run = pending.popleft()
+            process = start(run, origin)
+            running[process.sentinel] = run.folder, process
+        ended = wait(running)[0]
+        folder, process = running.pop(ended)
+        process.join()
+        outcome = "finished"
+        if process.exitcode != 0:
+            crashed[folder.name] = f"exit status {process.exitcode}: {last_line(folder)}"
+            outcome = f"CRASHED, {crashed[folder.name]}"
+        done = total - len(pending) - len(running)
+        minutes = (time.monotonic() - started) / 60
+        left = minutes / done * (total - done)
+        print(f"[{done}/{total}] {folder.name}: {outcome} | {minutes:.1f} min,"
+              f" about {left:.1f} left")
+        for line in Path(f"{folder}.log").read_text(errors="replace").splitlines():
+            if "WITHOUT EFFECT" in line:
+                print(f"    {line}")
+    return crashed
 
 
 # ---------------------------------------------------------------------------------- the record
@@ -384,8 +283,7 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
             "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
             "seeds": [run.config.seed for run in runs],
             "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
-                        for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))
-                        if not (GPU and cell.jobs > 1 and each in OF_THE_CARD)},
+                        for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
         # All that the user has chosen, else the study's own choice of many.
         if name in plan.study.drawn or (plan.study.drawn and plan.options.cells != ("*",)):
@@ -393,21 +291,15 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
                       for each in PANELS}
             cells[name]["curves"] = {each: values for each, values in curves.items()
                                      if {*chain(*values)} != {None}}
-    if not cells and not plan.study.piecewise:
+    if not cells:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
     for name in ("command", "device", "commit", "wide_products"):
         record[name] = distinct(origin.get(name) for origin in origins)
     record["dirty"] = any(origin["dirty"] for origin in origins)
-    names = origins[0]["versions"] if origins else ()
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
-                          for name in names}
-    if plan.study.piecewise:
-        record["outcomes"] = {
-            run.folder.name: f"{run.outcome(crashed)}; expected: {run.cell.expected}"
-            for run in plan.chosen()}
-    workload = f"{plan.study.workload} {plan.rehearsal}".strip()
-    record |= {"workload": workload, "cells": cells, "crashed": crashed}
+                          for name in origins[0]["versions"]}
+    record |= {"workload": plan.study.workload, "cells": cells, "crashed": crashed}
     replace_file(plan.record, one_line_a_cell(record))
     return record
 
@@ -472,12 +364,16 @@ def usual_columns(record: Record) -> Iterable[str]:
     """Those of the record's study. If it is gone from lab/cells.py, those that are stored."""
     if record["study"] in STUDIES:
         return STUDIES[record["study"]].metrics
-    return dict.fromkeys(each for cell in record["cells"].values() for each in cell["metrics"])
+    stored = (each for cell in record["cells"].values() for each in cell["metrics"])
+    return record.get("columns") or dict.fromkeys(stored)
 
 
-def described(name: str) -> Metric:
-    """A column; one that no study has any more has the name under which it is stored."""
-    return METRICS.get(name) or Metric(name, ".3g")
+def described(record: Record, name: str) -> Metric:
+    """A column. One that no study has any more has its title and form in the record, or its name
+    alone.
+    """
+    title, form = record.get("columns", {}).get(name, (name, ".3g"))
+    return METRICS.get(name) or Metric(title, form)
 
 
 def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
@@ -488,7 +384,7 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     cells = record["cells"]
     measured = [each for each in metrics or usual_columns(record)
                 if any(by_seed(cells[name], each) for name in chosen)]
-    titles = ["cell", "seeds", "baseline", *(described(each).title for each in measured)]
+    titles = ["cell", "seeds", "baseline", *(described(record, each).title for each in measured)]
     rows = [titles, ["---"] * len(titles)]
     for name in chosen:
         cell = cells[name]
@@ -496,7 +392,7 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
         if base == name or base not in cells:
             base = ""
         theirs = cells.get(base, {"seeds": [], "metrics": {}})
-        texts = [text_of(described(each), by_seed(cell, each), by_seed(theirs, each))
+        texts = [text_of(described(record, each), by_seed(cell, each), by_seed(theirs, each))
                  for each in measured]
         rows.append([name, str(len(cell["seeds"])), base, *texts])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -521,11 +417,12 @@ def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     rows = [["", *metrics]]
     for name in chosen:
         found = [[*by_seed(record["cells"][name], each).values()] for each in metrics]
-        rows.append([name, *map(mean_of, map(described, metrics), found)])
+        described_ones = [described(record, each) for each in metrics]
+        rows.append([name, *map(mean_of, described_ones, found)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
              for first, *others in rows]
-    lines += ["", *(f"{each}: {described(each).title}" for each in metrics)]
+    lines += ["", *(f"{each}: {described(record, each).title}" for each in metrics)]
     return "\n".join([*lines, *(f"{run} CRASHED: {why}" for run, why in record["crashed"].items())])
 
 
@@ -567,9 +464,7 @@ def draw(curves: Record, path: Path) -> None:
 
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 no run failed (with --minutes some may not have started), 1 a run crashed or
-    reached its limit, 2 bad input.
-    """
+    """Exit status: 0 no run failed, 1 a run crashed, 2 bad input."""
     words = sys.argv[1:] if arguments is None else arguments
     with exit_with_message(2):
         options = tyro.cli(Options, args=words, description=__doc__)
@@ -582,8 +477,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(shown(record, options.metrics, options.chosen(cells)))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
-        if plan.rehearsal:
-            print("no GPU: a rehearsal on a CPU, with tiny shapes")
         with locked(str(plan.out)):
             record = write_record(plan, run_all(plan))
             curves = {name: cell["curves"] for name, cell in record["cells"].items()

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
     if RUNNER == "v2":
         select_for_runner_v2(config, items)
     for item in items:
-        if "gpu" in item.keywords and not cuda.is_available():
+        if item.get_closest_marker("gpu") and not cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     # The longest test goes first, beside all others: at the end it would run alone.
     items.sort(key=lambda item: item.name != "test_the_default_job_learns_at_parity")

@@ -13,12 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from extras.memory import CONTEXT, GIB, phases, without_memory
 from extras.memory_check import UNCERTAINTY, install
 from lab.memory import main
-from lab.models import SHAPES
 from rl import head_chunk
 from train import Config
 
 SHAPE = dict(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+SHAPES = {
+    "qwen2.5-0.5b": dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864,
+                         num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+    "qwen2.5-1.5b": dict(vocab_size=151_936, hidden_size=1536, intermediate_size=8960,
+                         num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
+}  # fmt: skip
 # Embedding; per layer: queries and output, keys and values of half the heads, biases, the MLP, two norms; a last norm
 PARAMETERS = 1000 * 256 + 4 * (2 * 256**2 + 2 * 256 * 128 + 256 + 2 * 128 + 3 * 256 * 1024 + 2 * 256) + 256
 HEAD = 4 * 2**18 * 4  # chunks of 2^18 logits

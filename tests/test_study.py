@@ -73,7 +73,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
 
 @pytest.mark.parametrize("words, complaint", [
     (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; there are transformers,"),
-    (["dose"], "must be one of ladder, real, own, bench, gpu (a record can only be printed), got dose; try --print"),
+    (["gpu"], "one of ladder, real, own, bench (others are in the commit of their record, gpu in 4d0d4e9), got gpu;"),
     (["ladder", "--print", "docs/records/claims.json"], "reading the record docs/records/claims.json failed: KeyError"),
 ])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsys):
@@ -85,7 +85,6 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsy
 def test_each_cell_differs_from_its_baseline_and_train_accepts_every_option(name):
     """A cell whose words other cells have too is not parsed again."""
     plan, parsed = Plan(Options(name)), set()
-    plan.rehearsal = ""  # as on a GPU
     for each, cell in plan.study.cells.items():
         assert cell.baseline == each or cell.options != plan.study.cells[cell.baseline].options
         words = set(cell.options.split())
@@ -135,7 +134,8 @@ def test_a_stored_record_is_printed_whole(path, capsys):
     for name, cell in record["cells"].items():
         assert f"| {name} | {len(cell['seeds'])} | " in printed
         if record["study"] not in STUDIES:
-            measured = [described(each).title for each in cell["metrics"] if by_seed(cell, each)]
+            columns = record.get("columns", cell["metrics"])
+            measured = [described(record, each).title for each in columns if by_seed(cell, each)]
             assert [title for title in measured if f"| {title} |" not in printed] == []
 
 
@@ -147,7 +147,7 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     small = [*f"ladder --cells parity v1-defaults --seeds 0 --jobs 1 --out {runs.parent}".split(),
              f"--train-args=--model {good}/model --task {good}/task.jsonl {size} --no-eval-trainer-alone"]  # fmt: skip
     log, crashing = runs / "v1-defaults-seed0.log", runs / "parity-seed0"
-    program = [sys.executable, "-m", "lab.study", *small, "--steps", "1000", "--minutes", "15"]
+    program = [sys.executable, "-m", "lab.study", *small, "--steps", "1000"]
     with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
         while not log.exists() or "step   1/" not in log.read_text():
             assert study.poll() is None
@@ -162,6 +162,7 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     assert main([*small, "--steps", "2"]) == 1
     printed = capsys.readouterr().out
     assert f"v1-defaults-seed0 starts; its lines go to {log}\n" in printed
+    assert printed.index("[1/2]") < printed.index("parity-seed0 starts")
     assert "    fp32_head is WITHOUT EFFECT: the model's dtype is float32" in printed
     assert "[1/2] v1-defaults-seed0: finished" in printed
     assert "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed

@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=$(THREADS) $(VENV)/bin/python -m pytest tests -n $(WORK
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask
 
-.PHONY: setup train test test-gpu-path check ablate bench real
+.PHONY: setup train test test-gpu-path check ablate real
 setup: $(if $(filter .venv,$(VENV)),.venv/.ready,$(VENV)/bin/python)
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
@@ -51,10 +51,6 @@ ablate: setup
 	$(VENV)/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
 		--train-args="--eval-problems 64 --no-eval-trainer-alone --probe-every 1" \
 		--metrics mismatch_current backend_clip eval_agree wasted reward probe --narrow $(ARGS)
-
-# The phases of a step beside the bare work, for a machine that does nothing else.
-bench: setup
-	$(VENV)/bin/python -m lab.study bench --out $(OUT) $(ARGS)
 
 # SmolLM2-135M-Instruct (weights rounded to 4 bits) learns to add. pip needs a C compiler for one of the packages.
 real: setup $(if $(filter .venv,$(VENV)),.venv/.ready-real)

@@ -91,22 +91,10 @@ METRICS = {
     "probe": Metric("the probe's causes, or its last verdict", "", verdicts),
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),
-    "start_s": column("start the engine, s", ".1f", "start_s"),
-    "program_us": column("generate in this program, us a token", ".1f", "program_us", warm),
-    "vllm_us": column("in vLLM outside of its model runner, us a token", ".1f", "vllm_us", warm),
-    "bare_us": column("bare generate outside of it, us a token", ".1f", "bare_us", warm),
-} | {
-    f"{phase}_formula": column(f"{phase}, peak / formula", ".2f", f"{phase}_gib", warm,
-                               per=f"formula_{phase}_gib")
-    for phase in ("generate", "update")
 } | {
     f"{name}_s": column(f"{name}, s", ".3f", f"{name}_s", warm)
-    for name in ("generate", "old_logprobs", "update", "sync", "sleep", "wake", "load", "proof",
-                 "canary", "step")
-} | {
-    f"{name}_bare": column(f"{name} / bare work", ".2f", f"{name}_s", warm,
-                           per=f"bare_{name}_s")
-    for name in ("generate", "old_logprobs", "update", "step")
+    for name in ("generate", "old_logprobs", "update", "sync", "sleep", "load", "proof", "canary",
+                 "step")
 }
 LEARNING = ("reward", "eval_reward", "eval_trainer_alone", "eval_agree", "entropy", "clip_rate",
             "kl_old_new", "ratio_mean")
@@ -127,7 +115,6 @@ class Cell(NamedTuple):
 
     options: str  # of train.py
     baseline: str = "transformers"  # the cell whose runs of the same seeds are subtracted
-    program: str = "train"  # a module whose `main` takes the options; others are in lab/
 
 
 class Study(NamedTuple):
@@ -142,8 +129,8 @@ class Study(NamedTuple):
     jobs: int = 2  # runs at the same time; they share the CPU threads
 
 
-def against(baseline: str, options: dict[str, str], program: str = "train") -> dict[str, Cell]:
-    return {name: Cell(words, baseline, program) for name, words in options.items()}
+def against(baseline: str, options: dict[str, str]) -> dict[str, Cell]:
+    return {name: Cell(words, baseline) for name, words in options.items()}
 
 
 # Settings under which every fault is measurable on two CPU cores. With the toy's defaults most
@@ -219,10 +206,6 @@ REAL_CELLS = (
     } | {"float16+three": f"{THREE} --dtype float16"})
 )  # fmt: skip
 
-# The learning rate is too small to change the policy: all steps sample from one.
-BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
-BENCH_CELLS = against("vllm", {"vllm": ""}, "lab.bench")
-
 STUDIES = {
     "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,
                     ("transformers", "v1-defaults", "parity")),
@@ -234,9 +217,4 @@ STUDIES = {
     "own": Study("", against("parity", REAL_ARMS),
                  ("mismatch_current", "backend_clip", "eval_agree", "reward"), steps=60, seeds=1,
                  jobs=1),
-    "bench": Study(
-        BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
-                             "program_us", "vllm_us", "bare_us", "old_logprobs_s",
-                             "old_logprobs_bare", "update_s", "update_bare", "sync_s", "tokens_s",
-                             "update_gib"), steps=22, jobs=1),
 }  # fmt: skip

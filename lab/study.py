@@ -7,10 +7,10 @@ The first command runs each cell with each seed and writes a record (JSON) and a
 prints the table of a record in docs/records and runs nothing; the study of the record may be gone
 from lab/cells.py, which lists the cells.
 
-Seeds are the outer loop, so the cells of a benchmark alternate. Each run is a process of its own,
-forked from one that has imported everything; on a GPU, whose state cannot be forked, it is a fresh
-process. A second call repeats what has not finished. All finished runs in OUT belong to the record:
-the call is refused if one of them has other options than this call would give it.
+Seeds are the outer loop. Each run is a process of its own, forked from one that has imported
+everything; on a GPU, whose state cannot be forked, it is a fresh process. A second call repeats
+what has not finished. All finished runs in OUT belong to the record: the call is refused if one of
+them has other options than this call would give it.
 """
 
 import fnmatch
@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from itertools import chain
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -41,8 +40,8 @@ import numpy
 import torch
 import tyro
 
-from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
-from lab.products import widen_if_slow
+import train
+from lab.cells import METRICS, PANELS, STUDIES, Metric
 from report.curves import over_steps
 from report.errors import (
     MANY,
@@ -65,7 +64,7 @@ GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
-IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
+IMPORTED = ["train", "vllm.v1.engine.llm_engine", "matplotlib.figure",
             "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
@@ -76,7 +75,7 @@ STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 class Options:
     """What to run, or what to print."""
 
-    study: tyro.conf.Positional[str]  # ladder, real, own or bench; with --print, a record.
+    study: tyro.conf.Positional[str]  # ladder, real or own; with --print, a record.
     out: str | None = None  # Folder of runs, record and picture; if not given, runs/STUDY.
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
@@ -97,7 +96,8 @@ class Options:
     def __post_init__(self):
         if self.print is None and self.study not in STUDIES:
             raise ValueError(f"study must be one of {', '.join(STUDIES)} (others are in the commit"
-                             f" of their record, gpu in 4d0d4e9), got {self.study}; try --print")
+                             " of their record, gpu and bench in 4d0d4e9), got"
+                             f" {self.study}; try --print")
         within(self, 1, MANY, "steps", "jobs")
 
     def chosen(self, names: Iterable[str]) -> list[str]:
@@ -118,7 +118,6 @@ class Run:
     """A cell with a seed."""
 
     folder: Path
-    cell: Cell
     words: list[str]  # options of train.py
     config: Config
 
@@ -168,7 +167,7 @@ class Plan:
         words = shlex.split(f"{self.study.workload} --steps {steps}")
         words += shlex.split(f"{self.options.train_args} {cell.options}")
         words += ["--out", str(folder), "--seed", str(seed)]
-        return Run(folder, cell, words, tyro.cli(Config, args=words))
+        return Run(folder, words, tyro.cli(Config, args=words))
 
     def chosen(self) -> list[Run]:
         """The runs that this call asks for, seed by seed."""
@@ -193,11 +192,9 @@ class Plan:
 def execute(folder: Path, run: Run, origin: Record) -> None:
     """The run from its beginning, then its mark."""
     shutil.rmtree(folder, ignore_errors=True)  # not finished
-    wide = widen_if_slow(run.config.dtype)
     with end_of_process():
-        import_module(run.cell.program).main(run.words)
-        mark = origin | {"wide_products": wide, "options": run.options}
-        replace_file(folder / MARK, json.dumps(mark))
+        train.main(run.words)
+        replace_file(folder / MARK, json.dumps(origin | {"options": run.options}))
 
 
 def logged(function: Callable, folder: Path, *arguments: Any) -> None:
@@ -294,7 +291,7 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
     if not cells:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
-    for name in ("command", "device", "commit", "wide_products"):
+    for name in ("command", "device", "commit"):
         record[name] = distinct(origin.get(name) for origin in origins)
     record["dirty"] = any(origin["dirty"] for origin in origins)
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
@@ -398,7 +395,7 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
-    wide = record.get("wide_products")  # of lab.products
+    wide = record.get("wide_products")  # of lab/products.py, in commit 4d0d4e9
     products = f" (products of {wide} in float32, rounded)" if wide else ""
     text = (
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"

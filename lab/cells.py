@@ -123,7 +123,7 @@ class Study(NamedTuple):
     workload: str
     cells: dict[str, Cell]
     metrics: tuple[str, ...]
-    drawn: tuple[str, ...] = ()  # the cells of the picture
+    drawn: tuple[str, ...]  # the cells of the picture, if the user chooses none
     steps: int = 40
     seeds: int = 3
     jobs: int = 2  # runs at the same time; they share the CPU threads
@@ -215,6 +215,6 @@ STUDIES = {
         jobs=1),
     # --train-args: a user's model and task, on the defaults of train.py.
     "own": Study("", against("parity", REAL_ARMS),
-                 ("mismatch_current", "backend_clip", "eval_agree", "reward"), steps=60, seeds=1,
-                 jobs=1),
+                 ("mismatch_current", "backend_clip", "eval_agree", "reward"), tuple(REAL_ARMS),
+                 steps=60, seeds=1, jobs=1),
 }  # fmt: skip

@@ -23,7 +23,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -80,8 +80,7 @@ class Options:
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
-    # Steps of a run; if not given, those of the study. Some cells have a number of their own.
-    steps: int | None = None
+    steps: int | None = None  # Of a run; if not given, those of the study.
     # Runs at the same time; they share the CPU threads. If not given, on a CPU those of the study
     # and on a GPU one, because vLLM's sleep asserts that the memory in use falls.
     jobs: int | None = None
@@ -91,7 +90,7 @@ class Options:
     # Print the table of a record and run nothing; without a path, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
-    narrow: bool = False  # Means alone, for a terminal; their picture is OUT/STUDY-means.png.
+    narrow: bool = False  # Means alone, in aligned columns, for a terminal.
 
     def __post_init__(self):
         if self.print is None and self.study not in STUDIES:
@@ -189,23 +188,21 @@ class Plan:
         return counted
 
 
-def execute(folder: Path, run: Run, origin: Record) -> None:
-    """The run from its beginning, then its mark."""
-    shutil.rmtree(folder, ignore_errors=True)  # not finished
-    with end_of_process():
-        train.main(run.words)
-        replace_file(folder / MARK, json.dumps(origin | {"options": run.options}))
+def execute(run: Run, origin: Record) -> None:
+    """In a process of its own, which ends with the study: the run from its beginning, and its mark.
 
-
-def logged(function: Callable, folder: Path, *arguments: Any) -> None:
-    """In a process of its own, which ends with the study: a call whose output goes to a log."""
+    Its output goes to a log.
+    """
     Thread(target=_end_with_the_study, daemon=True).start()
     gc.freeze()  # vLLM collects garbage five times while it starts, else in all imported modules
-    with open(f"{folder}.log", "w") as log:
+    with open(f"{run.folder}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     print_each_line_at_once()
-    function(folder, *arguments)
+    shutil.rmtree(run.folder, ignore_errors=True)  # not finished
+    with end_of_process():
+        train.main(run.words)
+        replace_file(run.folder / MARK, json.dumps(origin | {"options": run.options}))
 
 
 def _end_with_the_study() -> None:
@@ -214,19 +211,14 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
-def last_line(folder: Path) -> str:
-    """The last line of the log of a run."""
-    log = Path(f"{folder}.log").read_text(errors="replace")
-    return log.strip().rpartition("\n")[2][:200]
-
-
 def start(run: Run, origin: Record) -> BaseProcess:
     """Start the run in a process of its own."""
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
     run.folder.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{run.folder}.log").touch()
     print(f"{run.folder.name} starts; its lines go to {run.folder}.log")
-    process = context.Process(target=logged, args=(execute, run.folder, run, origin))
+    process = context.Process(target=execute, args=(run, origin))
     process.start()
     return process
 
@@ -252,16 +244,17 @@ def run_all(plan: Plan) -> Errors:
         ended = wait(running)[0]
         folder, process = running.pop(ended)
         process.join()
+        lines = Path(f"{folder}.log").read_text(errors="replace").strip().split("\n")
         outcome = "finished"
         if process.exitcode != 0:
-            crashed[folder.name] = f"exit status {process.exitcode}: {last_line(folder)}"
+            crashed[folder.name] = f"exit status {process.exitcode}: {lines[-1][:200]}"
             outcome = f"CRASHED, {crashed[folder.name]}"
         done = total - len(pending) - len(running)
         minutes = (time.monotonic() - started) / 60
         left = minutes / done * (total - done)
         print(f"[{done}/{total}] {folder.name}: {outcome} | {minutes:.1f} min,"
               f" about {left:.1f} left")
-        for line in Path(f"{folder}.log").read_text(errors="replace").splitlines():
+        for line in lines:
             if "WITHOUT EFFECT" in line:
                 print(f"    {line}")
     return crashed
@@ -283,7 +276,7 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
                         for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
         # All that the user has chosen, else the study's own choice of many.
-        if name in plan.study.drawn or (plan.study.drawn and plan.options.cells != ("*",)):
+        if name in plan.study.drawn or plan.options.cells != ("*",):
             curves = {each: [[row.get(each) for row in rows if row["step"]] for rows in tables]
                       for each in PANELS}
             cells[name]["curves"] = {each: values for each, values in curves.items()
@@ -373,75 +366,49 @@ def described(record: Record, name: str) -> Metric:
     return METRICS.get(name) or Metric(title, form)
 
 
-def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
+def report(record: Record, metrics: tuple[str, ...], chosen: list[str], narrow: bool) -> str:
     """Where the figures come from, and the table of the chosen cells.
 
-    `metrics`: its columns, if given; those without a figure are left out.
+    `metrics`: its columns, if given; those without a figure are left out. `narrow`: means under
+    the names of the metrics.
     """
     cells = record["cells"]
-    measured = [each for each in metrics or usual_columns(record)
-                if any(by_seed(cells[name], each) for name in chosen)]
-    titles = ["cell", "seeds", "baseline", *(described(record, each).title for each in measured)]
-    rows = [titles, ["---"] * len(titles)]
+    columns = {each: described(record, each) for each in metrics or usual_columns(record)
+               if any(by_seed(cells[name], each) for name in chosen)}
+    titles = {each: metric.title for each, metric in columns.items()}
+    rows = [["cell", "seeds", "baseline", *(titles if narrow else titles.values())]]
+    rows.append(["---"] * len(rows[0]))
     for name in chosen:
         cell = cells[name]
         base = cell["baseline"]
         if base == name or base not in cells:
             base = ""
         theirs = cells.get(base, {"seeds": [], "metrics": {}})
-        texts = [text_of(described(record, each), by_seed(cell, each), by_seed(theirs, each))
-                 for each in measured]
-        rows.append([name, str(len(cell["seeds"])), base, *texts])
+        row = [name, str(len(cell["seeds"])), base]
+        for each, metric in columns.items():
+            ours = by_seed(cell, each)
+            text = text_of(metric, ours, by_seed(theirs, each))
+            row.append(mean_of(metric, [*ours.values()]) if narrow else text)
+        rows.append(row)
+    how = ("Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
+           " seeds ± half of its 95 % interval.")
+    if narrow:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows = [map(str.ljust, row, widths) for row in rows]
+        how = "\n".join(f"{each}: {title}" for each, title in titles.items())
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
     wide = record.get("wide_products")  # of lab/products.py, in commit 4d0d4e9
     products = f" (products of {wide} in float32, rounded)" if wide else ""
-    text = (
-        f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
-        f" {record['commit']}{changed}.\n\n"
-        "Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
-        f" seeds ± half of its 95 % interval.\n\n{table}"
-    )
+    text = (f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
+            f" {record['commit']}{changed}.\n\n{how}\n\n{table}")
     title = "outcomes" if "outcomes" in record else "crashed"
     listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
     return f"{text}\n\n**{title.capitalize()}**\n{listed}" if listed else text
 
 
-def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
-    """The means over the seeds, by the names of the metrics, in aligned columns."""
-    metrics = metrics or tuple(usual_columns(record))
-    rows = [["", *metrics]]
-    for name in chosen:
-        found = [[*by_seed(record["cells"][name], each).values()] for each in metrics]
-        described_ones = [described(record, each) for each in metrics]
-        rows.append([name, *map(mean_of, described_ones, found)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
-             for first, *others in rows]
-    lines += ["", *(f"{each}: {described(record, each).title}" for each in metrics)]
-    return "\n".join([*lines, *(f"{run} CRASHED: {why}" for run, why in record["crashed"].items())])
-
-
 # ---------------------------------------------------------------------------------- the picture
-def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path: Path) -> None:
-    """A bar for each cell: mean and range over the seeds of each metric that is a number."""
-    from matplotlib.figure import Figure
-
-    numbers = [each for each in metrics if METRICS[each].form]
-    if not numbers:
-        return
-    figure = Figure(figsize=(4 * len(numbers) + 2, 0.4 * len(chosen) + 1), layout="constrained")
-    axes = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
-    for axis, name in zip(axes, numbers, strict=True):
-        found = [by_seed(record["cells"][cell], name).values() or [math.nan] for cell in chosen]
-        axis.barh(chosen, [*map(mean, found)])
-        axis.hlines(chosen, [*map(min, found)], [*map(max, found)], "black")
-        axis.set(title=METRICS[name].title)
-    axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
-
-
 def draw(curves: Record, path: Path) -> None:
     """The curves of each cell by field: mean and range over the seeds."""
     titles = {field: title for field, title in PANELS.items()
@@ -465,13 +432,12 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     with exit_with_message(2):
         options = tyro.cli(Options, args=words, description=__doc__)
-        shown = means if options.narrow else report
         if options.print is not None:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])
             with stage(f"reading the record {path}"):
                 record = read_json(path)
                 cells = record["cells"]
-            print(shown(record, options.metrics, options.chosen(cells)))
+            print(report(record, options.metrics, options.chosen(cells), options.narrow))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         with locked(str(plan.out)):
@@ -481,10 +447,8 @@ def main(arguments: list[str] | None = None) -> int:
             if curves:
                 draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    if options.narrow:
-        draw_means(record, options.metrics or plan.study.metrics, chosen,
-                   plan.out / f"{options.study}-means.png")
-    print(f"\n{shown(record, options.metrics, chosen)}\n\nwritten to {plan.record}")
+    table = report(record, options.metrics, chosen, options.narrow)
+    print(f"\n{table}\n\nwritten to {plan.record}")
     return 1 if record["crashed"] else 0
 
 

@@ -38,7 +38,6 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --chat-template-args [1] => must be a JSON object
 --stop= => stop must not contain an empty text
 --stop 7\\n => stop must be a text of the tokenizer, which has no 'n'
---kv-cache-gib 4 --gpu-memory-gib 2.5 => into --gpu-memory-gib), got a computed peak of 5.5 of 2.5 GiB
 --engine transformers --parity.no-fp32-head => without fp32_head
 --lora-rank 4 --lora-forward added --tis token => the broken backend), got tis token without lora_forward
 --rollout-weights int8 --engine transformers => rollout_weights must be own with engine transformers

@@ -39,7 +39,7 @@ NAMES = (
     "rotary_table", "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs",
     "inflight", "variants", "transformers_engine", "rounded_weights", "lora",
     "gradient_checkpointing", "adapter_folder", "memory_check", "prompts_once", "offload",
-    "rejection", "resume", "notices", "live_probe", "tracker", "multimodal", "transformers4",
+    "rejection", "resume", "notices", "live_probe", "tracker", "multimodal",
     "export_sampling", "keep_best", "training_answers")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}
 

@@ -113,8 +113,7 @@ def load_tokenizer(path: str) -> Any:
     of_file = (Path(path) / "tokenizer.json").exists()
     if of_file:
         kind = PreTrainedTokenizerFast
-        options = dict(clean_up_tokenization_spaces=False, split_special_tokens=False,
-                       tokenizer_class=label)  # for the export
+        options = dict(clean_up_tokenization_spaces=False, split_special_tokens=False)
     tokenizer = kind.from_pretrained(path, trust_remote_code=False, **options)
     processors = Path(path) / "chat_template.json"  # which transformers leaves to processors
     if tokenizer.chat_template is None and processors.exists():

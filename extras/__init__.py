@@ -36,7 +36,7 @@ import tyro
 
 # In the order in which they are installed.
 NAMES = (
-    "rotary_table", "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs",
+    "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs",
     "inflight", "variants", "transformers_engine", "rounded_weights", "lora",
     "gradient_checkpointing", "adapter_folder", "memory_check", "prompts_once", "offload",
     "rejection", "resume", "notices", "live_probe", "tracker", "multimodal",

@@ -70,6 +70,20 @@ def describe_model(
     return text, tokenizer, tuple(sorted(stop))
 
 
+def check_rows(config: Any, longest: int) -> None:
+    """Raises: ValueError if a row of `longest` tokens passes the original context of longrope:
+    transformers then chooses the rotary table by the longest row of a batch.
+    """
+    table = getattr(config, "rope_parameters", None) or {}
+    if table.get("rope_type") == "longrope" and (
+            longest > table["original_max_position_embeddings"]):
+        raise ValueError(f"a prompt and its response must fit into the model's original context of"
+                         f" {table['original_max_position_embeddings']} tokens (beyond it longrope"
+                         f" rotates by the other rows of a batch), the longest have {longest}; try"
+                         " a smaller --max-new-tokens, or --max-prompt-tokens with"
+                         " --overlong-prompts drop")
+
+
 def local_folder(name: str) -> str:
     """A folder as it is; of a hub name the snapshot in the cache, downloaded first.
 

@@ -17,7 +17,7 @@ from engine_adapter import Rollout
 from extras.export_sampling import declared
 from extras.masks import MaskedSampling
 from report.files import appears_whole, save_policy, write_folder
-from tasks.model_folder import describe_model
+from tasks.model_folder import check_rows, describe_model
 from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 
 
@@ -106,6 +106,15 @@ def test_transformers_4_finds_the_base_of_a_plain_rotary_table_or_the_run_says_t
     assert read_json(tmp_path / "config.json").get("rope_theta") == base
     assert ("transformers 4 would read" in capsys.readouterr().out) == (base is None)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"rope_theta": 0} == before | {"rope_theta": 0}
+
+
+def test_rows_may_fill_the_original_context_of_longrope_also_where_the_key_has_its_old_place():
+    old = dict(rope_scaling={"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16})
+    config = AutoConfig.for_model("phi3", hidden_size=64, num_attention_heads=2, pad_token_id=0,
+                                  original_max_position_embeddings=13, **old)  # fmt: skip
+    check_rows(config, 13)
+    with pytest.raises(ValueError, match="the longest have 14"):
+        check_rows(config, 14)
 
 
 @pytest.mark.parametrize("name, more, said", [

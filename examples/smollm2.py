@@ -19,7 +19,6 @@ from zipfile import ZipFile
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from extras.transformers4 import add_old_names
 from report.errors import exit_with_message, stage
 from report.files import appears_whole, write_folder
 
@@ -60,7 +59,6 @@ def convert(gguf: Path, folder: Path) -> None:
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     write_folder(plain, tokenizer, folder)
-    add_old_names(folder, tokenizer)
     (folder / "README.md").write_text(CARD)
 
 

@@ -36,10 +36,10 @@ import tyro
 
 # In the order in which they are installed.
 NAMES = (
-    "memory_check", "rotary_table", "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs",
+    "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs",
     "inflight", "variants", "transformers_engine", "rounded_weights", "lora",
-    "gradient_checkpointing", "adapter_folder", "prompts_once", "offload", "rejection", "resume",
-    "notices", "live_probe", "tracker", "multimodal", "transformers4",
+    "gradient_checkpointing", "adapter_folder", "memory_check", "prompts_once", "offload",
+    "rejection", "resume", "notices", "live_probe", "tracker", "multimodal",
     "export_sampling", "keep_best", "training_answers")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}
 

@@ -1,97 +1,93 @@
-"""`--gpu-memory-gib`: a run prints its computed peak. If it cannot fit, it is refused.
+"""On a GPU a run prints the memory that it needs, and is refused if it cannot fit.
 
-extras/memory.py has the formulas. On a CPU nothing is computed without the option.
+Full training in 16 bits holds 18 bytes a parameter in the update: weights 2, fp32 masters 4, Adam's
+moments 8, gradients 4. With adapters it holds 2 a parameter, and 16 for each of the adapters.
 """
 
-from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import Module
 
-from extras.memory import GIB, phases, without_memory
-from report.errors import SMALLEST, one_line, within
 from rl import head_chunk
 
-# Measured peaks were 0.98 to 1.18 times the computed ones (H200 and H100, test_memory.py).
-UNCERTAINTY = 0.2
-ESTIMATES = {"context", "sampler", "activations"}  # the other terms are exact
+GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Options:
-    """The memory that a run may need."""
-
-    # Memory in GiB that the run must fit into, for example of a GPU on another machine; if not
-    # given, that of this machine's GPU. A run that cannot fit is refused before its weights are
-    # loaded.
-    gpu_memory_gib: float | None = None
-
-    def __post_init__(self):
-        within(self, SMALLEST, 1e6, "gpu_memory_gib")
+def install(run: Any, options: None, parts: Any) -> None:
+    """Note the free memory before the weights are loaded; compare once there are adapters."""
+    if torch.cuda.is_available():
+        parts.with_model.append(partial(compare, run, parts, torch.cuda.mem_get_info()))
 
 
-NOT_OF_THE_EXPERIMENT = {"gpu_memory_gib"}
+def compare(run: Any, parts: Any, memory: tuple[int, int], model: Module) -> None:
+    """Print what the run needs of the free and the whole `memory`, in bytes.
 
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    """Print the computed peak, and which option lowers it most.
-
-    Raises: ValueError if the exact terms of a phase exceed the memory, or if all its terms exceed
-    it by more than UNCERTAINTY. With --steps 0 there is no update.
+    Raises: ValueError if the certain terms exceed what is free.
     """
-    config, gib = run.config, options.gpu_memory_gib
-    if gib is None and torch.cuda.is_available():
-        gib = torch.cuda.mem_get_info()[1] / GIB
-    if gib is None:
-        return
-
-    def terms_of(config: Any) -> dict[str, dict[str, float]]:
-        return phases(config, model, run.max_model_len - config.max_new_tokens, head_chunk(gib))
-
-    try:
-        model = without_memory(parts.folder.config())
-        by_phase = terms_of(config)
-    except Exception as error:  # not every class of transformers can be built without memory
-        print(f"notice: the memory of this run cannot be computed: {one_line(error)}")
-        return
-    peaks = {phase: sum(terms.values()) / GIB for phase, terms in by_phase.items()}
-    peak = max(peaks.values())
-    of_phases = ", ".join(f"{phase} {size:.1f}" for phase, size in peaks.items())
-    computed = f"a computed peak of {peak:.1f} of {gib:.1f} GiB ({of_phases})"
-    with_option = {}
-    for name, value in smaller(run, model.config).items():
-        option = f"--{name.replace('_', '-')}"
-        if value is not True:
-            option += f" {value}"
-        with suppress(ValueError):  # rules of other options
-            changed = terms_of(type(config).from_flat(config.flat() | {name: value}))
-            with_option[option] = max(sum(terms.values()) for terms in changed.values()) / GIB
-    best = min(with_option, key=with_option.get)
-    if with_option[best] < peak:
-        computed += f"; try {best} ({with_option[best]:.1f} GiB)"
-    if not config.steps:
-        del by_phase["update"]
-    for terms in by_phase.values():
-        exact = sum(size for name, size in terms.items() if name not in ESTIMATES)
-        if max(exact, sum(terms.values()) / (1 + UNCERTAINTY)) > gib * GIB:
-            raise ValueError("the run must fit into the GPU (or into --gpu-memory-gib), got"
-                             f" {computed}")
-    if peak * (1 + UNCERTAINTY) > gib:
-        computed += f"; it may NOT fit (measured peaks were up to {UNCERTAINTY:.0%} larger)"
-    print(f"memory: {computed}")
+    config, free = run.config, memory[0] / GIB
+    phases = certain(config, model, parts.engine_kind.copies_weights)
+    need = max(phases.values()) / GIB
+    about = phases["update"] + activations(config, model, run.max_model_len,
+                                           head_chunk(memory[1] / GIB))
+    about = max(need, about / GIB)
+    words = f"at least {need:.1f} GiB, about {about:.1f} with activations, of {free:.1f} free"
+    if need > free:
+        raise ValueError(f"the run must fit into the GPU, it needs {words}; try --lora-rank 16,"
+                         " --offload-optimizer or a smaller --kv-cache-gib")
+    if about > free:
+        words += "; it may NOT fit: try --gradient-checkpointing or a smaller --micro-batch-tokens"
+    print(f"memory: {words}")
 
 
-def smaller(run: Any, of_model: Any) -> dict[str, Any]:
-    """Values of options that need less memory, by name. No half is below what one row needs."""
-    config = run.config
-    size = getattr(torch, config.dtype).itemsize
-    # Upper bound of a row's KV cache: usually there are fewer heads of keys than of queries.
-    row = 2 * of_model.num_hidden_layers * of_model.hidden_size * size * run.max_model_len / GIB
-    values = {
-        "gradient_checkpointing": True, "offload_optimizer": True,
-        "micro_batch_tokens": max(config.micro_batch_tokens // 2, run.max_model_len),
-        "kv_cache_gib": round(max(config.kv_cache_gib / 2, row), 3),
-        "max_num_seqs": config.max_num_seqs // 2, "kl_coef": 0, "dtype": "bfloat16",
-        "lora_rank": 16}
-    return {name: values[name] for name in values if name in config.flat()}  # an option has a file
+def certain(config: Any, model: Module, copies_weights: bool) -> dict[str, float]:
+    """Bytes in the phases with the largest peaks, without activations, CUDA graphs, workspaces."""
+    given = config.flat()  # an option exists only with its file
+    trained = [each for each in model.parameters() if each.requires_grad]
+    frozen = [each for each in model.parameters() if not each.requires_grad]
+    fp32 = sum(4 * each.numel() for each in trained)
+    weights = size_of(trained) + size_of(frozen)
+    optimizer = 2 * fp32
+    if size_of(trained) < fp32:  # masters
+        optimizer += fp32
+    if config.kl_coef:  # a frozen copy
+        weights += size_of(trained)
+    engine = config.kv_cache_gib * GIB
+    if copies_weights:
+        engine += size_of(frozen or trained)  # adapters are merged into what is frozen
+    generate = weights + engine
+    if not given.get("offload_optimizer"):
+        generate += optimizer
+    update = weights + optimizer + fp32  # the last are the gradients
+    if given.get("inflight_groups") and config.parity.inflight_keep:
+        update += engine  # sleep would drop the KV cache
+    return {"generate": generate, "update": update}
+
+
+def size_of(tensors: list[torch.Tensor]) -> int:
+    return sum(each.nbytes for each in tensors)
+
+
+def activations(config: Any, model: Module, longest: int, chunk_elements: int) -> float:
+    """Bytes that the largest micro-batch keeps for backward, of blocks like Qwen2's and Llama's.
+
+    A position of a layer: 16 H for the norms, which compute in fp32, and 8 H + 4 I numbers for
+    attention and MLP. With checkpointing each layer keeps its input, and one layer all of this. The
+    head holds four chunks of logits, and the gradient of its weight, in fp32.
+    """
+    shape, size = model.config, getattr(torch, config.dtype).itemsize
+    hidden, layers = shape.hidden_size, shape.num_hidden_layers
+    rows = config.num_prompts * config.group_size // config.num_minibatches
+    positions = min(max(config.micro_batch_tokens, longest), rows * longest)
+    inner = getattr(shape, "intermediate_size", None)
+    if type(inner) is not int:  # GPT-2's None
+        inner = 4 * hidden
+    layer = 16 * hidden + size * (8 * hidden + 4 * inner)
+    body = layers * layer
+    if config.flat().get("gradient_checkpointing"):
+        body = layer + layers * size * hidden
+    head = 4 * min(chunk_elements, positions * shape.vocab_size)
+    if model.get_output_embeddings().weight.requires_grad:
+        head += hidden * shape.vocab_size
+    return positions * body + 4 * head

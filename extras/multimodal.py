@@ -1,28 +1,24 @@
 """What a checkpoint has besides the trained model: towers of a multimodal one, further tokens.
 
-Only the text model of a multimodal folder is trained. Tensors for multi-token prediction are copied
-to an export. docs/models.md has the architectures.
+Only the text model of a multimodal folder is trained, and no export has anything else.
+docs/models.md has the architectures.
 """
 
 import re
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import rl
-from extras.further_tokens import copy_untrained, files_of_tensors, for_further_tokens
 
 # Multimodal models whose text model is trained here, by their type.
 MULTIMODAL = "gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_5", "qwen3_vl"
 # How their checkpoints name its tensors, and how it names them itself.
 TEXT_NAMES = {"model.language_model.": "model.", "language_model.model.": "model.",
               "language_model.lm_head.": "lm_head."}
-
-
-def install(run: Any, options: None, parts: Any) -> None:
-    parts.after_save.append(
-        lambda model, folder: copy_untrained(run.folder, model.config, folder))
 
 
 class Folder(rl.Folder):
@@ -53,16 +49,16 @@ class Folder(rl.Folder):
         tensor of the model is beside a scale of its own.
         """
         super().check(model, report)
-        names, held = files_of_tensors(self.path).keys(), model.state_dict().keys()
+        names, held = names_of_tensors(self.path), model.state_dict().keys()
         outside = set()  # the towers for pictures and sound
         if text_names(self.path):
-            inside = *TEXT_NAMES, "lm_head.", "mtp."  # the last are of extras/further_tokens.py
+            inside = *TEXT_NAMES, "lm_head.", "mtp."
             outside = {name for name in names - held if not name.startswith(inside)}
         if outside:
             towers = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
             print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors"
                   f" are left out ({', '.join(towers)})")
-        copied = for_further_tokens(names, model.config)
+        further = for_further_tokens(names, model.config)
         ignored = model._keys_to_ignore_on_load_unexpected
         silent = {name for name in names - held
                   if f"{model.base_model_prefix}.{name}" not in held  # may be left out
@@ -81,12 +77,36 @@ class Folder(rl.Folder):
                              f" in {self.path} has {lost[0]} and {len(lost) - 1} more, which"
                              " config.json leaves out (num_hidden_layers, attention_bias or"
                              " num_nextn_predict_layers, say)")
-        if copied:
-            print(f"not trained, and copied to an export: {len(copied)} tensors for multi-token"
-                  f" prediction, {min(copied)} to {max(copied)}")
+        if further:
+            print(f"neither trained nor exported: {len(further)} tensors for multi-token"
+                  f" prediction, {min(further)} to {max(further)}; copy them, if an engine needs"
+                  " them")
         if unexpected:
             print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
                   f" {', '.join(sorted(unexpected))}")
+
+
+def names_of_tensors(folder: str) -> set[str]:
+    """Those of a checkpoint, which has one file or several."""
+    from safetensors import safe_open
+
+    names = set()
+    for file in Path(folder).glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+def for_further_tokens(names: Iterable[str], config: Any) -> set[str]:
+    """Tensors for multi-token prediction: of a module mtp, or of layers that `config` promises at
+    the end. No class of the trainer has them.
+    """
+    promised = [value for key, value in vars(config).items()
+                if re.search("mtp|nextn", key) and type(value) is int]
+    first = config.num_hidden_layers
+    layers = range(first, first + max(promised, default=0))
+    return {name for name in names if "mtp" in name
+            or any(int(number) in layers for number in re.findall(r"\blayers\.(\d+)\.", name))}
 
 
 def module_of(name: str) -> str:
@@ -107,7 +127,7 @@ def text_config(path: str, whole: Any) -> Any:
         raise ValueError(f"model must be a language model, or one of {', '.join(MULTIMODAL)} (whose"
                          f" text model is trained), {path} is a {whole.model_type}; try a folder"
                          f" with its {config.model_type} alone")
-    names = files_of_tensors(path)  # none where only the configuration is there
+    names = names_of_tensors(path)  # none where only the configuration is there
     headless = names and not any(name.endswith("lm_head.weight") for name in names)
     ties = any if headless else all
     if config.model_type == "qwen3_vl_text":  # has no class of its own
@@ -127,7 +147,7 @@ def text_names(path: str) -> dict[str, str]:
     Empty for the folder of a text model. Raises: ValueError if two tensors get one name.
     """
     renamed, own = {}, Counter()
-    for name in files_of_tensors(path):
+    for name in names_of_tensors(path):
         old = next((prefix for prefix in TEXT_NAMES if name.startswith(prefix)), "")
         new = TEXT_NAMES.get(old, "")
         own[new + name.removeprefix(old)] += 1

@@ -3,18 +3,13 @@
 And why the first loss is 0.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from report.errors import one_line
-from report.log import shown
-from tasks import Problem
-from tasks.prompts import first_encoded, time_limit
+from tasks.prompts import time_limit
 
 
 def check_task(run: Any, options: Any) -> None:
@@ -26,9 +21,6 @@ def check_task(run: Any, options: Any) -> None:
 
 def of_the_rate(run: Any) -> Iterator[str]:
     config = run.config
-    if 0 < config.steps <= config.lr_warmup_steps:
-        yield (f"a warm-up of {config.lr_warmup_steps} steps in a run of {config.steps}: the"
-               f" learning rate stays below its peak of {config.lr:.1e}")
     if config.model != "toy" and config.steps and "lr" not in config.given:
         yield (f"the learning rate is the toy's, {config.lr:g}, which destroys a pretrained model;"
                " try --lr 1e-6, or 1e-4 with --lora-rank (docs/run.md has measured ones)")
@@ -45,9 +37,6 @@ def of_special_tokens(run: Any) -> Iterator[str]:
     if plain:
         yield (f"a response ends with {', '.join(map(repr, plain))}, which is no special token: is"
                " eos_token_id right in config.json and generation_config.json?")
-    inside = sum(any(token in problem.question for token in stop.values()) for problem in problems)
-    if inside:
-        yield f"{inside} questions contain a stop token ({', '.join(stop.values())})"
     bos = str(tokenizer.bos_token)
     twice = sum(problem.prompt_ids.count(tokenizer.bos_token_id) > problem.question.count(bos) > 0
                 for problem in problems)
@@ -73,17 +62,10 @@ def of_chats(run: Any) -> Iterator[str]:
     if lost := lost - {"role", "content", *hidden}:
         yield ("a response begins with the content of the assistant's last message alone, not with"
                f" its {', '.join(sorted(lost))}")
-    continued = [texts for problem in begun if (texts := both_texts(run, problem))]
-    if continued:
-        yield (f"the chat template itself would continue {len(continued)} of these chats"
-               f" differently: {continued[0]}")
 
 
 def of_the_prompt(run: Any) -> Iterator[str]:
     data, template = run.config.data, template_of(run)
-    for name in data.template_args:
-        if changes_no_prompt(name, run):
-            yield f"without {name} of chat_template_args the first prompt is the same"
     prompt = run.task.tokenizer.decode(run.task.problems[0].prompt_ids)
     if template and prompt.rstrip().endswith("<think>"):
         yield ("the chat template opens <think>: it is part of the prompt, and no response begins"
@@ -121,38 +103,6 @@ def stop_tokens(run: Any) -> dict[int, str]:
 def template_of(run: Any) -> str:
     """The chat template; empty if there is none or it is not used."""
     return str((run.config.data.chat_template and run.task.tokenizer.chat_template) or "")
-
-
-def changes_no_prompt(name: str, run: Any) -> bool:
-    """Whether the first prompt is the same without this variable of the chat template."""
-    task, data = run.task, run.config.data
-    others = {other: value for other, value in data.template_args.items() if other != name}
-    try:
-        without = first_encoded(
-            task.tokenizer, task, replace(data, chat_template_args=json.dumps(others)))
-    except ValueError:  # the template needs it
-        return False
-    return without.prompts[0] == task.prompts[0]
-
-
-def both_texts(run: Any, problem: Problem) -> str:
-    """Of a chat that begins the response: its prompt and the template's own, from shortly before
-    the beginning. Empty if they are equal.
-    """
-    tokenizer, data = run.task.tokenizer, run.config.data
-    chat = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    chat += problem.messages
-    try:
-        ids = tokenizer.apply_chat_template(
-            chat, continue_final_message=True, **data.template_args)["input_ids"]
-    except Exception as error:  # some templates refuse such a chat
-        return f"with {problem.source} it fails, {one_line(error)}"
-    if ids == problem.prompt_ids:
-        return ""
-    start = -60 - len(chat[-1]["content"])
-    ours, theirs = (shown(tokenizer.decode(prompt)[start:], 160, 0)
-                    for prompt in (problem.prompt_ids, ids))
-    return f"the prompt of {problem.source} has {ours}, the template's own {theirs}"
 
 
 def install(run: Any, options: Any, parts: Any) -> None:

@@ -19,7 +19,6 @@ import verify
 from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
 from extras.prompts_once import policy_options
-from extras.rotary_table import give_one_table, with_one_table
 from probe.compare import change, check_same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
@@ -46,12 +45,11 @@ class Layers:
         within(self, 1, MANY, "prompt_tokens", "max_new_tokens")
 
     def run(self) -> int:
-        longest = self.prompt_tokens + self.max_new_tokens
-        policy = load_policy(self.model, self.dtype, longest)
+        policy = load_policy(self.model, self.dtype)
         engine = Engine(
             self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
-            max_model_len=longest,
-            config=with_one_table(extras.folder(self.model).config(), longest),
+            max_model_len=self.prompt_tokens + self.max_new_tokens,
+            config=extras.folder(self.model).config(),
             checks=verify.Options(canary_nats=100))  # a wrong one is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
         draw = torch.Generator().manual_seed(0)
@@ -80,9 +78,8 @@ class Diagnose:
     def run(self) -> int:
         traces = groups_of(self.trace, self.group, self.model)
         dtype = traces[0].dtype
-        longest = traces[0].longest
-        policy = load_policy(self.model, dtype, longest, self.trainer_head == "float32")
-        earlier = [dict(load_policy(path, dtype, longest).model.named_parameters())
+        policy = load_policy(self.model, dtype, self.trainer_head == "float32")
+        earlier = [dict(load_policy(path, dtype).model.named_parameters())
                    for path in self.earlier]
         status = 0
         for trace in traces:
@@ -109,7 +106,7 @@ class Compare:
         for pair in zip(before, after, strict=True):
             verdicts = []
             for path, trace in zip(self.traces, pair, strict=True):
-                verdict = diagnose(load(self.model, trace.dtype, trace.longest), trace)
+                verdict = diagnose(load(self.model, trace.dtype), trace)
                 print(f"{Path(path).name}, {trace.name}: {verdict.headline}")
                 verdicts.append(verdict)
             word, details = change(*verdicts)
@@ -149,13 +146,12 @@ def groups_of(path: str, group: str | None, model: str) -> list[Trace]:
     return traces
 
 
-def load_policy(path: str, dtype: str, longest: int, fp32_head: bool = True) -> Policy:
+def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
     """The trainer of the probe. Raises: ValueError for every error in loading it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
         model = extras.folder(path).load(getattr(torch, dtype)).to(device)
         policy = Policy(model, fp32_head=fp32_head)
-        give_one_table(policy.model, longest)
         check_head(policy)
         return policy.changed(**policy_options(policy.model))  # as a run computes
 

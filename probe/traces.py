@@ -38,13 +38,6 @@ class Trace:
         return self.meta.get("dtype", "float32")
 
     @property
-    def longest(self) -> int:
-        """The engine's max_model_len, by which vLLM chooses a rotary table, or the longest row."""
-        known = self.meta.get("audit", {}) | self.meta.get("settings", {})
-        recorded = known.get("max_model_len", known.get("model_config.max_model_len"))
-        return recorded or max(len(each.prompt_ids + each.token_ids) for each in self.rollouts)
-
-    @property
     def workload(self) -> tuple[list[list[int]], MaskedSampling]:
         """What must be equal in two traces that are compared."""
         return [rollout.prompt_ids for rollout in self.rollouts], self.sampling

@@ -131,5 +131,16 @@ def save_policy(run: Any, model: torch.nn.Module, parts: Any, folder: Path) -> N
             contexts.enter_context(as_saved())
         print(f"writing {folder}")
         write_folder(model, run.task.tokenizer, folder)
+        name_rotary_base(folder / "config.json")
         for complete in parts.after_save:
             complete(model, folder)
+
+
+def name_rotary_base(file: Path) -> None:
+    """transformers 4 takes its own default for the base of a table unless config.json says it."""
+    config = read_json(file)
+    table = config.get("rope_parameters") or {}
+    if table.get("rope_type") == "default":
+        file.write_text(json.dumps(config | {"rope_theta": table["rope_theta"]}, indent=2) + "\n")
+    elif table:
+        print(f"transformers 4 would read {file.parent} with other rotary tables; use version 5")

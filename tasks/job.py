@@ -7,7 +7,7 @@ from typing import Any
 
 from report.log import shown
 from tasks import Task
-from tasks.model_folder import check_tokens, describe_model, local_folder
+from tasks.model_folder import check_rows, describe_model, local_folder
 from tasks.options import Options
 from tasks.problem_files import load_task, try_reward
 from tasks.prompts import encode, fitting
@@ -34,14 +34,13 @@ def find_job(
         folder = local_folder(model)
         config, tokenizer, stop = describe_model(folder, read_config)
     problems = encode(tokenizer, problems, stop, data)
-    if model != "toy":
-        check_tokens(folder, problems)
     largest = max(map(max, [*problems.prompts, stop]))
     if largest >= config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
                          f" vocabulary of {config.vocab_size}")
     context = getattr(config, "max_position_embeddings", math.inf)
     problems = fitting(problems, context, max_new_tokens, data)
+    check_rows(config, max_new_tokens + max(map(len, problems.prompts)))
     try_reward(problems)
     print(f"first prompt: {shown(problems.prompts_record['first'])}")
     return problems, folder

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from report.errors import stage
-from tasks import Task
 
 MODELS = "toy, a folder or a hub name; code from a model's folder is never run"
 # Labels of tokenizers that transformers 4 lets add_bos_token change; others follow tokenizer.json.
 OBEY_ADD_BOS_TOKEN = "Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX"
-BEGIN = "Llama", "CodeLlama", "Gemma"  # begin prompts with bos unless a file says otherwise
 
 
 def describe_model(
@@ -70,6 +68,20 @@ def describe_model(
     return text, tokenizer, tuple(sorted(stop))
 
 
+def check_rows(config: Any, longest: int) -> None:
+    """Raises: ValueError if a row of `longest` tokens passes the original context of longrope:
+    transformers then chooses the rotary table by the longest row of a batch.
+    """
+    table = getattr(config, "rope_parameters", None) or {}
+    if table.get("rope_type") == "longrope" and (
+            longest > table["original_max_position_embeddings"]):
+        raise ValueError(f"a prompt and its response must fit into the model's original context of"
+                         f" {table['original_max_position_embeddings']} tokens (beyond it longrope"
+                         f" rotates by the other rows of a batch), the longest have {longest}; try"
+                         " a smaller --max-new-tokens, or --max-prompt-tokens with"
+                         " --overlong-prompts drop")
+
+
 def local_folder(name: str) -> str:
     """A folder as it is; of a hub name the snapshot in the cache, downloaded first.
 
@@ -82,7 +94,7 @@ def local_folder(name: str) -> str:
     reach_hub(name)
     with stage(f"reading the model {name} ({MODELS})"):
         return snapshot_download(name, allow_patterns=[
-            "model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"])
+            "model*.safetensors", "*.json", "*.jinja"])
 
 
 def reach_hub(name: str, limit_s: float = 5) -> None:
@@ -102,74 +114,29 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of the folder's tokenizer.json, whatever class tokenizer_config.json names.
 
     transformers 5 builds many named classes anew, with a pre-tokenizer and a decoder of their own.
-    A folder without the file has the tokenizer of the named class. Raises: ValueError if the folder
-    has no tokenizer, or if the two files number a token differently.
+    Raises: ValueError if the folder has no such file, or if the two number a token differently.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    config, kind, options = get_tokenizer_config(path), AutoTokenizer, {}
-    label = config.get("tokenizer_class")
-    of_file = (Path(path) / "tokenizer.json").exists()
-    if of_file:
-        kind = PreTrainedTokenizerFast
-        options = dict(clean_up_tokenization_spaces=False, split_special_tokens=False,
-                       tokenizer_class=label)  # for the export
-    tokenizer = kind.from_pretrained(path, trust_remote_code=False, **options)
+    if not (Path(path) / "tokenizer.json").exists():
+        raise ValueError(f"model must be a folder with tokenizer.json, {path} has none; try"
+                         " AutoTokenizer.from_pretrained(...).save_pretrained(...), and compare its"
+                         " tokens with the model's own")
+    config = get_tokenizer_config(path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        path, trust_remote_code=False, clean_up_tokenization_spaces=False,
+        split_special_tokens=False)
     processors = Path(path) / "chat_template.json"  # which transformers leaves to processors
     if tokenizer.chat_template is None and processors.exists():
         tokenizer.chat_template = json.loads(processors.read_text())["chat_template"]
-    # Without files AutoTokenizer makes an empty tokenizer for some types.
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
     for number, token in config.get("added_tokens_decoder", {}).items():
         if tokenizer.convert_ids_to_tokens(int(number)) != token["content"]:
             raise ValueError(f"tokenizer_config.json in {path} must number tokens as tokenizer.json"
                              f" does, {token['content']} is not token {number} there")
     begins = tokenizer.bos_token_id in tokenizer("")["input_ids"]
-    default = begins if of_file else str(label).startswith(BEGIN)
-    asked = config.get("add_bos_token", default)
+    asked = config.get("add_bos_token", begins)
     # Only where it must change: a new post-processor drops all else that the file's own adds.
-    if asked != begins and str(label).startswith(OBEY_ADD_BOS_TOKEN):
+    if asked != begins and str(config.get("tokenizer_class")).startswith(OBEY_ADD_BOS_TOKEN):
         tokenizer.add_bos_token = asked
     return tokenizer
-
-
-def check_tokens(path: str, task: Task) -> None:
-    """Compare tokens and texts of the questions with the folder's file, read without transformers.
-
-    Without tokenizer.json and tokenizer.model the text must be the question. Raises: ValueError.
-    """
-    from sentencepiece import SentencePieceProcessor
-    from tokenizers import Tokenizer
-
-    rust, pieces = None, None
-    if (Path(path) / "tokenizer.json").exists():
-        rust = Tokenizer.from_file(f"{path}/tokenizer.json")
-        rust.no_truncation()
-        rust.no_padding()
-        if getattr(rust.model, "dropout", None):
-            raise ValueError(f"tokenizer.json in {path} must be without dropout (a text would have"
-                             " other tokens each time); set it to null there")
-        made = task.tokenizer.backend_tokenizer
-        rust.post_processor = made.post_processor  # load_tokenizer may have changed it
-        if made.to_str() == rust.to_str():
-            return  # the file itself; 10,000 long questions would take minutes
-    elif (Path(path) / "tokenizer.model").exists():
-        with stage(f"reading {path}/tokenizer.model as SentencePiece's"):
-            pieces = SentencePieceProcessor(model_file=f"{path}/tokenizer.model")
-    for problem in task.problems:
-        text = problem.question
-        ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
-        made, right = (ids, task.tokenizer.decode(ids)), (ids, text)
-        if rust:
-            ids = rust.encode(text, add_special_tokens=False).ids
-            right = ids, rust.decode(ids, skip_special_tokens=False)
-        elif pieces:
-            ids = pieces.encode(text)
-            right = ids, pieces.decode(ids)
-        if made != right:
-            raise ValueError(
-                f"model must make the tokens of its file, {path} makes {made!s:.200} of"
-                f" {text!r:.80}, and not {right!s:.200}; correct tokenizer_config.json there, or"
-                " save a tokenizer.json with the class that is right")

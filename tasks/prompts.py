@@ -38,7 +38,7 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
                 raise ValueError("system_prompt must not be given, the messages have their own")
             messages = [{"role": "system", "content": data.system_prompt}, *messages]
         # The beginning of a response follows the generation prompt to the character. Templates
-        # trim it, or put a closed thought before it: extras/notices.py shows both texts.
+        # trim it, or put a closed thought before it.
         beginning = ""
         if messages[-1]["role"] == "assistant":
             *messages, last = messages

@@ -50,7 +50,6 @@ import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.masks import collect_kept_sets
-from extras.rotary_table import give_one_table, with_one_table
 from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch
@@ -193,7 +192,7 @@ def started(
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
                "checks": verify.Options(**checks)} | options  # fmt: skip
     options["collect"] = collect_kept_sets
-    options["config"] = with_one_table(extras.folder(folder).config(), options["max_model_len"])
+    options["config"] = extras.folder(folder).config()
     key = repr((folder, shapes, parity, in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
@@ -357,9 +356,7 @@ def policy_of(
 ) -> Policy:
     """The policy of a small model that is saved in the folder."""
     small_model(name, tied, **changes).save_pretrained(folder)
-    policy = policy_in(folder, dtype, device)
-    give_one_table(policy.model, None)
-    return policy
+    return policy_in(folder, dtype, device)
 
 
 def stored(file: str) -> dict[str, Trace]:

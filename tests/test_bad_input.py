@@ -38,7 +38,6 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --chat-template-args [1] => must be a JSON object
 --stop= => stop must not contain an empty text
 --stop 7\\n => stop must be a text of the tokenizer, which has no 'n'
---kv-cache-gib 4 --gpu-memory-gib 2.5 => into --gpu-memory-gib), got a computed peak of 5.5 of 2.5 GiB
 --engine transformers --parity.no-fp32-head => without fp32_head
 --lora-rank 4 --lora-forward added --tis token => the broken backend), got tis token without lora_forward
 --rollout-weights int8 --engine transformers => rollout_weights must be own with engine transformers
@@ -119,6 +118,8 @@ NORM, UP, HEAD = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", torch
 CONFIG, WEIGHTS, SETTINGS = "config.json", "model.safetensors", "generation_config.json"
 INDEX = f"{WEIGHTS}.index.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 13,
+            "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}  # fmt: skip
 MODELS = {
     "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
     "cut off": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-99]), "file not fully covered"),
@@ -142,11 +143,11 @@ MODELS = {
     "not causal": (rewrite(CONFIG, is_causal=False), "model must be causal (a token must not attend to later ones)"),
     "embeddings": (lambda f: (f / CONFIG).write_text(
         '{"model_type": "gemma3_text", "use_bidirectional_attention": true}'), "must be causal"),
+    "longrope": (rewrite(CONFIG, rope_parameters=LONGROPE), "original context of 13 tokens (beyond it longrope rotates"
+                 " by the other rows of a batch), the longest have 14; try"),
     "no stop token": (rewrite(SETTINGS, eos_token_id="x"), "name an end-of-sequence token"),
     "a stop token too large": (rewrite(SETTINGS, eos_token_id=96), "its token 96 is outside the vocabulary of 96"),
-    "other tokens": (rewrite("tokenizer_config.json", added_tokens_decoder={15: {"content": "1+", "special": True}}),
-                     "must make the tokens of its file, {folder} makes (["),
-    "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "must be a folder with tokenizer.json, {folder} has"),
 }  # fmt: skip
 
 

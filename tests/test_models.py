@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import config_of, qwen2, read_json, rewrite, small_model
+from helpers import qwen2, read_json, rewrite, small_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import extras
 from engine_adapter import Rollout
 from extras.export_sampling import declared
 from extras.masks import MaskedSampling
 from report.files import appears_whole, save_policy, write_folder
-from tasks.model_folder import describe_model
+from tasks.model_folder import check_rows, describe_model
 from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
-from train import Run, parts_of
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -78,37 +78,43 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good,
         assert describe_model(str(folder), lambda path: extras.folder(path).config())[2] == stop
 
 
-@pytest.mark.parametrize("name, changes, after, shard", [
-    ("Qwen3_5Text", {"mtp_num_hidden_layers": 1}, "mtp.layers.0.", "1GB"),  # the class ignores them
-    ("Glm4Moe", {"num_nextn_predict_layers": 1}, "model.layers.2.", "1GB"),  # transformers reports them
-    ("Qwen2", {"num_mtp_layers": 1}, "model.layers.2.", "60KB"),  # an export of several files
+@pytest.mark.parametrize("name, changes, after", [
+    ("Qwen3_5Text", {"mtp_num_hidden_layers": 1}, "mtp.layers.0."),  # the class ignores them
+    ("Glm4Moe", {"num_nextn_predict_layers": 1}, "model.layers.2."),  # transformers reports them
 ])  # fmt: skip
-def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as_they_were(
-    name, changes, after, shard, tmp_path, capsys, monkeypatch
-):
-    source, last = tmp_path / "source", "model.layers.1."
-    small_model(name, **changes).save_pretrained(source)
-    table = load_file(source / "model.safetensors")
+def test_tensors_for_multi_token_prediction_are_said_at_the_load_beside_others(name, changes, after, tmp_path, capsys):
+    last = "model.layers.1."
+    small_model(name, **changes).save_pretrained(tmp_path)
+    table = load_file(tmp_path / "model.safetensors")
     more = {after + each.removeprefix(last): tensor + 1 for each, tensor in table.items() if each.startswith(last)}
     others = {"model.layers.3.mlp.weight": torch.ones(2), "value_head.weight": torch.ones(2)}
-    save_file(table | more | others, source / "model.safetensors", {"format": "pt"})
-    model = extras.folder(str(source)).load(torch.bfloat16)
+    save_file(table | more | others, tmp_path / "model.safetensors", {"format": "pt"})
+    extras.folder(str(tmp_path)).load(torch.bfloat16)
     said = capsys.readouterr().out.splitlines()
-    assert f"an export: {len(more)} tensors for multi-token" in said[-2]
+    assert f"neither trained nor exported: {len(more)} tensors for multi-token" in said[-2]
     assert said[-1].endswith(f"does not have: {', '.join(others)}")
-    save = type(model).save_pretrained
-    monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
-    task = SimpleNamespace(tokenizer=toy_tokenizer(), prompts=[[0]])
-    run = Run(config_of(engine="transformers"), tmp_path, str(source), task, MaskedSampling(0.7, 4, (EOS,)))
-    save_policy(run, model, parts_of(run), tmp_path / "policy")
-    index, held = read_json(tmp_path / "policy/model.safetensors.index.json"), {}
-    for file in {*index["weight_map"].values()}:
-        held |= load_file(tmp_path / "policy" / file)
-    assert held.keys() == index["weight_map"].keys() == table.keys() | more.keys()
-    assert not (tmp_path / "policy/model.safetensors").exists()  # transformers would not read the index
-    assert all(torch.equal(held[each], more[each]) for each in more)
-    again = extras.folder(str(tmp_path / "policy")).load(torch.bfloat16).state_dict()
-    assert all(torch.equal(again[each], tensor) for each, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name, base", [("Qwen2", 2e4), ("Gemma3Text", None), ("Llama, yarn", None)])
+def test_transformers_4_finds_the_base_of_a_plain_rotary_table_or_the_run_says_that_it_cannot(
+    name, base, tmp_path, capsys
+):
+    model, run = small_model(name, rope_theta=2e4), SimpleNamespace(task=SimpleNamespace(tokenizer=toy_tokenizer()))
+    model.save_pretrained(tmp_path)
+    before = AutoConfig.from_pretrained(tmp_path).to_dict()
+    save_policy(run, model, SimpleNamespace(while_saved=[], after_save=[]), tmp_path)
+    assert read_json(tmp_path / "config.json").get("rope_theta") == base
+    assert ("transformers 4 would read" in capsys.readouterr().out) == (base is None)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"rope_theta": 0} == before | {"rope_theta": 0}
+
+
+def test_rows_may_fill_the_original_context_of_longrope_also_where_the_key_has_its_old_place():
+    old = dict(rope_scaling={"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16})
+    config = AutoConfig.for_model("phi3", hidden_size=64, num_attention_heads=2, pad_token_id=0,
+                                  original_max_position_embeddings=13, **old)  # fmt: skip
+    check_rows(config, 13)
+    with pytest.raises(ValueError, match="the longest have 14"):
+        check_rows(config, 14)
 
 
 @pytest.mark.parametrize("name, more, said", [

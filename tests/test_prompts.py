@@ -67,29 +67,13 @@ def test_a_prompt_is_a_question_or_a_chat_in_the_models_template_or_plain_text()
     assert prompts(QUESTION, template=DATED, chat_template_args='{"date_string": "1 Jan"}')[0].startswith("1 Jan<turn>")
 
 
-LAST = "loop.last and m.role == 'assistant'"
-CLOSED = CHATML.replace("{{ m.content", f"{{{{ '<think></think>' if {LAST} }}}}{{{{ m.content")
-REFUSED = CHATML.replace("m.role", f"raise_exception('no') if {LAST} else m.role")
-
-
-BEGINNINGS = "It is", "", "<think>So", " <think>a</think>b "
-
-
-@pytest.mark.parametrize("template, opens, theirs", [  # the end of the template's own prompt, where it is another
-    (CHATML, "", [None] * 4),
-    (CHATML.replace("m.content", "m.content | trim"), "", [None, 'assistant"', None, 'assistant <think>a</think>b"']),
-    (CLOSED, "", [f'assistant <think></think>{each}"' for each in BEGINNINGS]),
-    (CHATML.replace("assistant ", "assistant <think>"), "<think>", [f'assistant {each}"' for each in BEGINNINGS]),
-    (REFUSED, "", ["TemplateError: no"] * 4),
-])  # fmt: skip
-def test_a_response_begins_right_after_the_generation_prompt_and_both_texts_are_said(template, opens, theirs):
-    for beginning, other in zip(BEGINNINGS, theirs, strict=True):
-        begun = chat("user: 1", "assistant: " + beginning)
-        prompt = f"<turn>system Add.<end><turn>user 1<end><turn>assistant {opens}{beginning}"
-        assert prompts(begun, template=template, system_prompt="Add.") == [prompt]
-        said = noticed(template, begun, system_prompt="Add.").partition("chats differently: ")[2]
-        assert bool(said) == bool(other)
-        assert (other or "") in said
+def test_a_response_begins_right_after_the_generation_prompt():
+    trims = CHATML.replace("m.content", "m.content | trim")
+    for template, opens in ((trims, ""), (CHATML.replace("assistant ", "assistant <think>"), "<think>")):
+        for beginning in ("It is", "", " <think>a</think>b "):
+            begun = chat("user: 1", "assistant: " + beginning)
+            prompt = f"<turn>system Add.<end><turn>user 1<end><turn>assistant {opens}{beginning}"
+            assert prompts(begun, template=template, system_prompt="Add.") == [prompt]
 
 
 LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -140,7 +124,6 @@ def noticed(template: str | None, problem: Problem = QUESTION, stop: int = 1, **
 def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert noticed(CHATML) == noticed(None) == noticed(DATED) == noticed(CHATML, system_prompt="Be brief.") == ""
     assert "1 prompts end with a stop token" in noticed(CHATML + "<end>")
-    assert "1 questions contain a stop token (<end>)" in noticed(CHATML, Problem("say <end>", "", ""))
     assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=0)
     assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
     assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
@@ -151,9 +134,6 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert "a response ends with '8', which is no special token" in noticed(None, stop=30)
     assert "1 questions contain <think>, to which" in noticed("<think>" + CHATML, Problem("<think>a", "", ""))
     assert noticed(CHATML, Problem("<think>a", "", "")) == ""
-    same = "without date_string of chat_template_args the first prompt is the same"
-    for value, said in ("26 Jul", same), ("27 Jul", ""):
-        assert noticed(DATED, chat_template_args=json.dumps({"date_string": value})) == said
     answered, thought = chat("user: 1+1", "assistant: 2"), chat("user: 1+1")
     assert "1 chats end with an assistant's message" in noticed(CHATML, answered)
     thought.messages[0].update(weight=1, reasoning="hm")

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -634,3 +635,11 @@ class Folder:
     def check(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
         """`report`: names of tensors that transformers did not load as they are."""
         check_loaded(self.path, model, report)
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Give the model the weights of a folder that a run of it has written."""
+    saved = dict(Folder(str(folder)).load(model.dtype).named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.copy_(saved[name])

@@ -1,7 +1,8 @@
 """`--keep-best`: OUT/best is the policy of the evaluation with the largest value of a metric.
 
-best.json in it has the step, the metric and the value. A resumed run replaces OUT/best only by a
-larger value, even if OUT/best is of a later step than the checkpoint.
+It is a folder like a checkpoint's without state.pt: a model, or adapters of PEFT. best.json in it
+has the step, the metric and the value. A resumed run replaces OUT/best only by a larger value, even
+if OUT/best is of a later step than the checkpoint.
 """
 
 import json
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from report.errors import stage
-from report.files import appears_whole, read_json, read_rows, save_policy
+from report.files import appears_whole, read_json, read_rows
 
 NOT_OF_THE_EXPERIMENT = {"keep_best"}
 
@@ -20,7 +21,7 @@ class Options:
     """The best policy of a run."""
 
     # Metric of evaluations, such as eval_reward_greedy. Whenever an evaluation exceeds all earlier
-    # ones, its policy is written to OUT/best, a folder like policy/.
+    # ones, its policy is written to OUT/best, a folder as a checkpoint has it.
     keep_best: str | None = None
 
     def __post_init__(self):
@@ -70,7 +71,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         if not raises_best(row):
             return
         with stage(f"writing {folder}"), appears_whole(folder) as new:
-            save_policy(run, model, parts, new)
+            parts.save_weights(model, new)
             (new / "best.json").write_text(json.dumps(best))
             if folder.exists():
                 folder.rename(new.with_name("before"))

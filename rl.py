@@ -465,14 +465,10 @@ class Policy:
 
         return self.send(revert_weight_conversion(self.model, dict(self.model.state_dict())))
 
-    def trained(self) -> dict[str, Tensor]:
-        """Every trained parameter by its name."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()
-                if parameter.requires_grad}
-
     def copied_weights(self) -> dict[str, Tensor]:
         """A copy of every trained parameter by its name."""
-        return {name: parameter.clone() for name, parameter in self.trained().items()}
+        return {name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

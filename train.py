@@ -309,7 +309,8 @@ def parts_of(run: Run) -> Parts:
     if parts.engine_kind.copies_weights:
         check_vllm_version(run.config.checks.allow_untested_vllm)
     if parts.new_folder and ((run.out / "config.json").exists() or checkpoints(run.out)):
-        raise ValueError(f"out must be a new folder, {run.config.out} holds a run; choose another")
+        raise ValueError(f"out must be a new folder, {run.config.out} holds a run; go on with"
+                         " --resume or choose another --out")
     return parts
 
 

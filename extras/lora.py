@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from extras.linear_layers import only_linear_layers, replaced
 from report.errors import LARGEST, MANY, SMALLEST, within
+from report.files import read_json
 from rl import EngineWeights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
@@ -56,7 +57,10 @@ def install(run: Any, options: Options, parts: Any) -> None:
         return
 
     def adapt(model: Module) -> None:
-        adapters = Adapters(model, options, run.config.seed, prefix_in(run.folder))
+        prefix = "model."
+        if "text_config" in read_json(Path(run.folder) / "config.json"):
+            prefix = "model.language_model."  # a multimodal model, which has the text model inside
+        adapters = Adapters(model, options, run.config.seed, prefix)
         parts.policy["send"] = adapters
         parts.while_saved.append(adapters.plain_model)
         parts.after_save.append(
@@ -65,14 +69,6 @@ def install(run: Any, options: Options, parts: Any) -> None:
         parts.load_weights = lambda _, folder: adapters.load(load_file(folder / TENSORS))
 
     parts.with_model.append(adapt)
-
-
-def prefix_in(path: str) -> str:
-    """What `model.` is in PEFT's names of layers: a multimodal model has the text model inside."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return "model." if config.get_text_config() is config else "model.language_model."
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -142,6 +138,7 @@ class Adapters(EngineWeights):
     """
 
     def __init__(self, model: Module, lora: Options, seed: int, prefix: str = "model."):
+        """`prefix`: what the names of layers have for PEFT in place of `model.`."""
         generator = torch.Generator().manual_seed(seed)
         plain, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
         model.requires_grad_(False)
@@ -166,7 +163,6 @@ class Adapters(EngineWeights):
         return {f"base_model.model.{self.in_base(name)}.{side}.weight": getattr(layer, side).data
                 for name, layer in self.layers.items() for side in ("lora_A", "lora_B")}
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the matrices of TENSORS. Raises: ValueError if they do not fit."""
         parameters = self.tensors()

@@ -27,13 +27,6 @@ def check(config: Any, options: Options) -> None:
                          " scheduled ahead); try another --out")
 
 
-def check_machine(config: Any, options: Options) -> None:
-    out = Path(config.out)
-    if not options.resume and ((out / "config.json").exists() or checkpoints(out)):
-        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or"
-                         " choose another --out")
-
-
 def install(run: Any, options: Options, parts: Any) -> None:
     if not options.resume:
         return
@@ -60,13 +53,10 @@ def newest_checkpoint(run: Any) -> Path | None:
 
     Raises: ValueError if the folder holds another run, or one without its checkpoints.
     """
-    folders = checkpoints(run.out)
-    if not (run.out / "config.json").exists():
-        if folders:
-            raise ValueError(f"out must be new or a whole run, {run.out} has a run's files without"
-                             " config.json")
+    folders, record = checkpoints(run.out), run.out / "config.json"
+    if not folders and not record.exists():
         return None
-    refuse_another_run(run, read_json(run.out / "config.json"))
+    refuse_another_run(run, read_json(record))
     if folders:
         return folders[-1]
     # At most step 0 and the steps up to the first checkpoint.

@@ -32,20 +32,18 @@ def install(run: Any, options: Options, parts: Any) -> None:
         return
     parts.new_folder = False
     parts.checkpoint = newest_checkpoint(run)
-    without = ": there was no checkpoint"
-    if parts.checkpoint:
-        without = ""
-        parts.state = read_checkpoint(parts.checkpoint)
-        step = parts.state["step"]
-        with stage(f"going on from {parts.checkpoint}"):
-            refuse_another_run(run, parts.state["run"])
-        if step > run.config.steps:
-            raise ValueError(f"steps must be at least {step}, the checkpoint's, got"
-                             f" {run.config.steps}")
-        parts.first_step = step + 1
-        parts.at_begin.append(partial(go_on, step))
-    parts.at_begin.append(lambda trainer, record: print(
-        f"resumed at step {parts.first_step}{without}"))
+    if not parts.checkpoint:
+        print("resumed at step 1: there was no checkpoint")
+        return
+    parts.state = read_checkpoint(parts.checkpoint)
+    step = parts.state["step"]
+    with stage(f"going on from {parts.checkpoint}"):
+        refuse_another_run(run, parts.state["run"])
+    if step > run.config.steps:
+        raise ValueError(f"steps must be at least {step}, the checkpoint's, got {run.config.steps}")
+    parts.first_step = step + 1
+    parts.at_begin.append(partial(go_on, step))
+    print(f"resumed at step {step + 1}")
 
 
 def newest_checkpoint(run: Any) -> Path | None:

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -464,14 +465,10 @@ class Policy:
 
         return self.send(revert_weight_conversion(self.model, dict(self.model.state_dict())))
 
-    def trained(self) -> dict[str, Tensor]:
-        """Every trained parameter by its name."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()
-                if parameter.requires_grad}
-
     def copied_weights(self) -> dict[str, Tensor]:
         """A copy of every trained parameter by its name."""
-        return {name: parameter.clone() for name, parameter in self.trained().items()}
+        return {name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -634,3 +631,11 @@ class Folder:
     def check(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
         """`report`: names of tensors that transformers did not load as they are."""
         check_loaded(self.path, model, report)
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Give the model the weights of a folder that a run of it has written."""
+    saved = dict(Folder(str(folder)).load(model.dtype).named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.copy_(saved[name])

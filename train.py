@@ -51,7 +51,7 @@ from report.errors import (
 )
 from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
 from report.log import answer_line, log, settings_lines
-from rl import Batch, Minibatches, Optimizer, Policy, in_micro_batches, make_batch
+from rl import Batch, Minibatches, Optimizer, Policy, in_micro_batches, load_weights, make_batch
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
 from verify import distribution
@@ -214,6 +214,12 @@ class Run:
         config = self.config
         return digests(config.task, config.data, self.task, config.model, self.folder)
 
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What --resume compares."""
+        return {"config": self.config.flat(), "files": self.files,
+                "prompts": self.task.prompts_record}
+
 
 class Parts(extras.OneOwner):
     """What a run is put together from. The `install` of an extra replaces a part or adds to a list.
@@ -237,7 +243,11 @@ class Parts(extras.OneOwner):
         self.not_stated: set[str] = set()  # sides ("trainer") whose distribution an option changes
         self.new_folder = True  # whether `out` must hold no run
         self.first_step = 1
-        self.checkpoint: dict[str, Any] | None = None  # what the trainer's state is read from
+        self.checkpoint: Path | None = None  # the folder that the run goes on from
+        self.state: dict[str, Any] | None = None  # of that folder, for the trainer
+        # The model, and the folder of a checkpoint:
+        self.save_weights = lambda model, folder: save_policy(run, model, self, folder)
+        self.load_weights = load_weights
         # Functions, their arguments, and when they are called:
         self.with_model: list[Callable] = []  # the model, on its device: before Policy is made
         self.at_begin: list[Callable] = []  # trainer, record of config.json: before it is written
@@ -262,15 +272,10 @@ class Trainer:
     parts: Parts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"policy": self.policy.trained(), "optimizer": self.optimizer.state_dict(),
-                "source": self.source.state_dict()}
+        """All of a checkpoint but the weights of the model."""
+        return {"optimizer": self.optimizer.state_dict(), "source": self.source.state_dict()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        trained, saved = self.policy.trained(), state["policy"]
-        assert saved.keys() == trained.keys(), "tensors of the checkpoint"
-        for name, tensor in trained.items():
-            tensor.copy_(saved[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.source.load_state_dict(state["source"])
 
@@ -304,7 +309,8 @@ def parts_of(run: Run) -> Parts:
     if parts.engine_kind.copies_weights:
         check_vllm_version(run.config.checks.allow_untested_vllm)
     if parts.new_folder and ((run.out / "config.json").exists() or checkpoints(run.out)):
-        raise ValueError(f"out must be a new folder, {run.config.out} holds a run; choose another")
+        raise ValueError(f"out must be a new folder, {run.config.out} holds a run; go on with"
+                         " --resume or choose another --out")
     return parts
 
 
@@ -324,7 +330,8 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
                           config.seed)
     trainer = Trainer(run, policy, parts.optimizer(policy.model), engine, source, parts)
     if parts.checkpoint:
-        trainer.load_state_dict(parts.checkpoint)
+        parts.load_weights(policy.model, parts.checkpoint)
+        trainer.load_state_dict(parts.state)
     else:
         for table in TABLES:
             replace_file(run.out / table, "")
@@ -363,9 +370,10 @@ def train(trainer: Trainer) -> None:
         left = {"left_s": a_step * (config.steps - step)}
         log(trainer.run, done.metrics | left, extras.ENDINGS, parts.writers)
         if last or step % config.checkpoint_every == 0:
-            save_checkpoint(out, step, trainer.state_dict())
+            save_checkpoint(trainer, step)
     for finish in parts.at_end:
         finish()
+    print(f"writing {out / 'policy'}")
     save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
     trainer.engine.close()
 

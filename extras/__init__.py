@@ -16,7 +16,8 @@ Each hook of each file is called, so a file asks itself whether its option is gi
 ValueError. inflight.py replaces the engine (`parts.engine_kind`) and the source of rollouts
 (`parts.source`). lora.py adds a function of the loaded model to `parts.with_model`, which also sets
 what the policy sends, `parts.policy["send"]`, and adds to `parts.while_saved` a context in which
-the model is as its folder has it: keep_best.py saves during a run, too.
+the model is as its folder has it. It also replaces what a checkpoint has of the model, and how this
+is read (`parts.save_weights`, `parts.load_weights`).
 
 A file that is not there has no options, and all else works without it. Nothing heavy is imported at
 the top of a file: --help imports all of them. What two files share stands in a file that is not one

@@ -1,6 +1,5 @@
 """`--adapter`: training starts from the adapters in a folder of PEFT.
 
-A run with adapters also leaves such a folder, OUT/adapter, which PEFT and vLLM load on its model.
 What a folder can contain that would have no effect here is refused by its name.
 """
 
@@ -10,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from report.errors import printable, stage
@@ -78,21 +76,13 @@ def refuse_other_prompts(folder: str, run: Any) -> None:
 
 def install(run: Any, options: Options, parts: Any) -> None:
     folder = options.adapter
-
-    def begin(model: torch.nn.Module) -> None:
-        # Set by lora.py. The check of gradient_checkpointing.py, which is installed before this
-        # file, needs an adapter in each layer.
-        adapters = parts.policy["send"]
-        if folder:
-            load_into(adapters, *read(folder))
-        parts.after_save.append(
-            lambda model, saved: write(adapters, run, saved.with_name("adapter")))
-
-    if folder:
-        run.files.update({f"{folder}/{name}": digest_of(Path(folder, name))
-                          for name in (CONFIG, TENSORS)})
-    if "lora_rank" in run.config.given:  # that of a folder, too
-        parts.with_model.append(begin)
+    if not folder:
+        return
+    run.files.update({f"{folder}/{name}": digest_of(Path(folder, name))
+                      for name in (CONFIG, TENSORS)})
+    # lora.py has set what is sent. The check of gradient_checkpointing.py, which is installed
+    # before this file, needs an adapter in each layer.
+    parts.with_model.append(lambda model: load_into(parts.policy["send"], *read(folder)))
 
 
 def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -117,24 +107,11 @@ def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-@torch.no_grad()
 def load_into(adapters: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Give a lora.Adapters the folder's values. Raises: ValueError if they do not fit."""
-    adapters.keep_only({name for name in adapters.layers if targets(config, name)})
-    parameters = by_name(adapters)
-    missing, further = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
-    if missing or further:
-        raise ValueError(f"{TENSORS} must have A and B of the linear layers that target_modules"
-                         " names (head and embeddings have no adapters), it lacks"
-                         f" {sorted(missing)[:2]} and has {sorted(further)[:2]} besides")
-    for name, parameter in parameters.items():
-        tensor = tensors[name]
-        if tensor.shape != parameter.shape:
-            raise ValueError(f"{name} must have the shape {[*parameter.shape]}, got"
-                             f" {[*tensor.shape]}")
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name} must be finite, got NaN or an infinity")
-        parameter.copy_(tensor)
+    adapters.keep_only({name for name in adapters.layers
+                        if targets(config, adapters.in_base(name))})
+    adapters.load(tensors)
 
 
 def targets(config: dict[str, Any], name: str) -> bool:
@@ -151,21 +128,3 @@ def targets(config: dict[str, Any], name: str) -> bool:
         if number is None or int(number[1]) not in chosen:
             return False
     return fits(config["target_modules"]) and not fits(config.get("exclude_modules"))
-
-
-def by_name(adapters: Any) -> dict[str, Tensor]:
-    """The matrices of a lora.Adapters by their names in TENSORS."""
-    return {f"base_model.model.{name}.{side}.weight": getattr(layer, side).detach()
-            for name, layer in adapters.layers.items() for side in ("lora_A", "lora_B")}
-
-
-def write(adapters: Any, run: Any, folder: Path) -> None:
-    """A folder of PEFT: both files with the adapters as they are."""
-    from safetensors.torch import save
-
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
-              "base_model_name_or_path": run.config.model, "r": run.config.lora.lora_rank,
-              "lora_alpha": run.config.lora.lora_alpha, "target_modules": sorted(adapters.layers)}
-    folder.mkdir(exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2))
-    (folder / TENSORS).write_bytes(save(by_name(adapters), {"format": "pt"}))

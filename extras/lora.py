@@ -5,19 +5,25 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 `--lora-forward merged` the trainer computes with this very weight. docs/fixes.md has the reasons.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 
 from extras.linear_layers import only_linear_layers, replaced
 from report.errors import LARGEST, MANY, SMALLEST, within
+from report.files import read_json
 from rl import EngineWeights
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,16 @@ def install(run: Any, options: Options, parts: Any) -> None:
         return
 
     def adapt(model: Module) -> None:
-        adapters = Adapters(model, options, run.config.seed)
+        prefix = "model."
+        if "text_config" in read_json(Path(run.folder) / "config.json"):
+            prefix = "model.language_model."  # a multimodal model, which has the text model inside
+        adapters = Adapters(model, options, run.config.seed, prefix)
         parts.policy["send"] = adapters
         parts.while_saved.append(adapters.plain_model)
+        parts.after_save.append(
+            lambda _, policy: write(adapters, run, policy.with_name("adapter")))
+        parts.save_weights = lambda _, folder: write(adapters, run, folder)
+        parts.load_weights = lambda _, folder: adapters.load(load_file(folder / TENSORS))
 
     parts.with_model.append(adapt)
 
@@ -124,11 +137,13 @@ class Adapters(EngineWeights):
     `only_linear_layers`.
     """
 
-    def __init__(self, model: Module, lora: Options, seed: int):
+    def __init__(self, model: Module, lora: Options, seed: int, prefix: str = "model."):
+        """`prefix`: what the names of layers have for PEFT in place of `model.`."""
         generator = torch.Generator().manual_seed(seed)
         plain, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
         model.requires_grad_(False)
         self.model = model
+        self.prefix = prefix
         self.layers = {name.removesuffix(".weight"): AdaptedLinear(layer, lora, generator)
                        for name, layer in plain.items()}
         for name, adapted in self.layers.items():
@@ -138,6 +153,32 @@ class Adapters(EngineWeights):
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         own = {name: each for name, each in weights.items() if ".lora_" not in name}
         return replaced(own, self.layers.values(), AdaptedLinear.merged)
+
+    def in_base(self, name: str) -> str:
+        """A layer's name for PEFT."""
+        return name.replace("model.", self.prefix, 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The matrices by their names in TENSORS."""
+        return {f"base_model.model.{self.in_base(name)}.{side}.weight": getattr(layer, side).data
+                for name, layer in self.layers.items() for side in ("lora_A", "lora_B")}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the matrices of TENSORS. Raises: ValueError if they do not fit."""
+        parameters = self.tensors()
+        missing, further = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+        if missing or further:
+            raise ValueError(f"{TENSORS} must have A and B of the linear layers that target_modules"
+                             " names (head and embeddings have no adapters), it lacks"
+                             f" {sorted(missing)[:2]} and has {sorted(further)[:2]} besides")
+        for name, parameter in parameters.items():
+            tensor = tensors[name]
+            if tensor.shape != parameter.shape:
+                raise ValueError(f"{name} must have the shape {[*parameter.shape]}, got"
+                                 f" {[*tensor.shape]}")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} must be finite, got NaN or an infinity")
+            parameter.copy_(tensor)
 
     def keep_only(self, names: set[str]) -> None:
         """Remove the adapters of all other layers."""
@@ -156,3 +197,14 @@ class Adapters(EngineWeights):
         for name, layer in self.layers.items():
             layer.weight.data = own[name]
             self.model.set_submodule(name, layer)
+
+
+def write(adapters: Adapters, run: Any, folder: Path) -> None:
+    """A folder of PEFT: both files with the adapters as they are."""
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
+              "base_model_name_or_path": run.config.model, "r": run.config.lora.lora_rank,
+              "lora_alpha": run.config.lora.lora_alpha,
+              "target_modules": sorted(map(adapters.in_base, adapters.layers))}
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2))
+    (folder / TENSORS).write_bytes(save(adapters.tensors(), {"format": "pt"}))

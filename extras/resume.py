@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from report.errors import replace_file
-from report.files import TABLES, checkpoints, read_json, read_rows
+from report.errors import replace_file, stage
+from report.files import STEP, TABLES, checkpoints, read_checkpoint, read_json, read_rows
 
 NOT_OF_THE_EXPERIMENT = {"resume"}
 
@@ -29,63 +27,54 @@ def check(config: Any, options: Options) -> None:
                          " scheduled ahead); try another --out")
 
 
-def check_machine(config: Any, options: Options) -> None:
-    out = Path(config.out)
-    if not options.resume and ((out / "config.json").exists() or checkpoints(out)):
-        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or"
-                         " choose another --out")
-
-
 def install(run: Any, options: Options, parts: Any) -> None:
     if not options.resume:
         return
     parts.new_folder = False
     parts.checkpoint = newest_checkpoint(run)
-    without = ": there was no checkpoint"
-    if parts.checkpoint:
-        without = ""
-        step = parts.checkpoint["step"]
-        parts.first_step = step + 1
-        parts.at_begin.append(partial(go_on, step))
-    parts.at_begin.append(lambda trainer, record: print(
-        f"resumed at step {parts.first_step}{without}"))
+    if not parts.checkpoint:
+        print("resumed at step 1: there was no checkpoint")
+        return
+    parts.state = read_checkpoint(parts.checkpoint)
+    step = parts.state["step"]
+    with stage(f"going on from {parts.checkpoint}"):
+        refuse_another_run(run, parts.state["run"])
+    if step > run.config.steps:
+        raise ValueError(f"steps must be at least {step}, the checkpoint's, got {run.config.steps}")
+    parts.first_step = step + 1
+    parts.at_begin.append(partial(go_on, step))
+    print(f"resumed at step {step + 1}")
 
 
-def newest_checkpoint(run: Any) -> dict[str, Any] | None:
+def newest_checkpoint(run: Any) -> Path | None:
     """The newest checkpoint of a run.Run, None before its first one.
 
-    Raises: ValueError if the folder holds another run, or one without its checkpoints, or if the
-    checkpoint cannot be read.
+    Raises: ValueError if the folder holds another run, or one without its checkpoints.
     """
-    options, paths = run.config, checkpoints(run.out)
-    if not (run.out / "config.json").exists():
-        if paths:
-            raise ValueError(f"out must be new or a whole run, {run.out} has a run's files without"
-                             " config.json")
+    folders, record = checkpoints(run.out), run.out / "config.json"
+    if not folders and not record.exists():
         return None
-    earlier = read_json(run.out / "config.json")
+    refuse_another_run(run, read_json(record))
+    if folders:
+        return folders[-1]
+    # At most step 0 and the steps up to the first checkpoint.
+    most = run.config.checkpoint_every + 1
+    if len(read_rows(run.out / "metrics.jsonl")) > most or [*run.out.glob(f"{STEP}.pt")]:
+        raise ValueError(f"a resumed run must have its checkpoints, {run.out} has none (files"
+                         " step_N.pt are those of an older version of this program); try another"
+                         " --out")
+    return None
+
+
+def refuse_another_run(run: Any, earlier: dict[str, Any]) -> None:
+    """`earlier`: the record or a checkpoint of the run to be resumed. Raises: ValueError."""
     free = run.config.flat().keys() - run.config.experiment.keys()
     before = run.config.defaults() | earlier["config"]  # an option can be younger than the run
-    refuse_other_rates(options, before)
+    refuse_other_rates(run.config, before)
     before = {name: value for name, value in before.items() if name not in free}
     refuse_changes("options", run.config.experiment, before)
     refuse_changes("model and its task", run.files, earlier["files"])
     refuse_other_prompts(run.task.prompts_record, earlier["prompts"])
-    if not paths:
-        # At most step 0 and the steps up to the first checkpoint.
-        if len(read_rows(run.out / "metrics.jsonl")) > options.checkpoint_every + 1:
-            raise ValueError(f"a resumed run must have its checkpoints, {run.out} has none; try"
-                             " another --out")
-        return None
-    try:
-        state = torch.load(paths[-1], weights_only=True, map_location="cpu")
-    except Exception:  # of many kinds, and torch advises to trust the file
-        raise ValueError(f"checkpoints must be readable, {paths[-1]} is not; move it away to go on"
-                         " from the one before it") from None
-    if state["step"] > options.steps:
-        raise ValueError(f"steps must be at least {state['step']}, the checkpoint's, got"
-                         f" {options.steps}")
-    return state
 
 
 def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
@@ -95,9 +84,9 @@ def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
     if now != then and "linear" in (config.lr_decay, before["lr_decay"]):
         raise ValueError(
             f"steps and lr_decay must stay {then} (the rate of each step depends on both, and a"
-            f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy and"
-            " another --out (optimizer and KL reference start anew); python -m lab.export"
-            " CHECKPOINT writes the policy of an unfinished run")
+            f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy, or"
+            " a folder in checkpoints/ of an unfinished run, and another --out (optimizer and KL"
+            " reference start anew)")
 
 
 def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:

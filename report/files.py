@@ -1,6 +1,7 @@
 """The files of a run: tables, the record of where it comes from, checkpoints."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,16 +9,16 @@ from contextlib import ExitStack, contextmanager
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
-from shutil import copymode
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 
 from report.errors import stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
-LARGE = 10**8  # trained parameters whose checkpoint, 1.2 GB, is not written at once
+STEP = f"checkpoints/step_{'[0-9]' * 6}"  # a checkpoint; of an older version with the ending .pt
 
 
 def provenance() -> dict[str, Any]:
@@ -40,13 +41,12 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
     task, record = run.task, provenance()
     record["versions"]["vllm"] = engine.vllm_version
     evaluated = min(len(task.held_out), run.config.eval_problems)
-    return record | {
-        "config": run.config.flat(), "audit": engine.settings,
+    return record | run.identity | {
+        "audit": engine.settings,
         "trainer": trainer | {"model_path": run.folder},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
                      "evaluated": f"{evaluated}, at each step the same, chosen by the seed",
                      "dropped": task.num_dropped, "merged": task.num_repeated},
-        "files": run.files, "prompts": task.prompts_record,
     }
 
 
@@ -68,26 +68,52 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """The files of this program in checkpoints/, the oldest first."""
-    return sorted(out.glob(f"checkpoints/step_{'[0-9]' * 6}.pt"))
+    """The folders of this program in checkpoints/, the oldest first."""
+    return sorted(out.glob(STEP))
 
 
-def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
-    """checkpoints/step_N.pt. The newest two are kept; files of other names are left alone."""
-    folder = out / "checkpoints"
-    folder.mkdir(exist_ok=True)
-    unfinished = folder / "unfinished"  # renamed when it is complete
-    if sum(map(torch.numel, state["policy"].values())) > LARGE:
-        print(f"writing {folder}/step_{step:06d}.pt")
-    with stage(f"writing a checkpoint in {folder}"):
+def save_checkpoint(trainer: Any, step: int) -> None:
+    """checkpoints/step_N: the folder of a model, or of adapters, and state.pt with all the rest.
+
+    state.pt has digests of the other files. The newest two checkpoints are kept; files and folders
+    of other names are left alone.
+    """
+    run = trainer.run
+    folder = run.out / "checkpoints" / f"step_{step:06d}"
+    unfinished = folder.with_name("unfinished")  # renamed when it is complete
+    shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"writing {folder}")
+    with stage(f"writing {folder}"):
+        unfinished.mkdir(parents=True)
+        trainer.parts.save_weights(trainer.policy.model, unfinished)
+        files = {path.name: digest_of(path) for path in unfinished.iterdir()}
+        state = trainer.state_dict() | {"step": step, "run": run.identity, "files": files}
         try:
-            with unfinished.open("wb") as file:
-                torch.save(state | {"step": step}, file)
+            with (unfinished / "state.pt").open("wb") as file:
+                torch.save(state, file)
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
-        unfinished.replace(folder / f"step_{step:06d}.pt")
-    for old in checkpoints(out)[:-2]:
-        old.unlink()
+        unfinished.rename(folder)
+    for old in checkpoints(run.out)[:-2]:
+        shutil.rmtree(old)
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """What state.pt has. Raises: ValueError that names a file which is not as it was written."""
+    file = folder / "state.pt"
+    try:
+        damaged = ZipFile(file).testzip()
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        for name, digest in state["files"].items():
+            if not damaged:
+                file = folder / name
+                damaged = digest_of(file) != digest
+    except Exception:  # of many kinds, and torch advises to trust the file
+        damaged = True
+    if damaged:
+        raise ValueError(f"a checkpoint must be as it was written, {file} is damaged or missing;"
+                         f" move {folder} away to go on from the one before it")
+    return state
 
 
 def digest_of(path: Path) -> str:
@@ -121,7 +147,7 @@ def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
-        copymode(folder / "config.json", weights)
+        shutil.copymode(folder / "config.json", weights)
 
 
 def save_policy(run: Any, model: torch.nn.Module, parts: Any, folder: Path) -> None:
@@ -129,7 +155,6 @@ def save_policy(run: Any, model: torch.nn.Module, parts: Any, folder: Path) -> N
     with ExitStack() as contexts:
         for as_saved in parts.while_saved:
             contexts.enter_context(as_saved())
-        print(f"writing {folder}")
         write_folder(model, run.task.tokenizer, folder)
         name_rotary_base(folder / "config.json")
         for complete in parts.after_save:

@@ -56,13 +56,9 @@ def teach_toy(task: str, seed: int, model: str, data: Options) -> None:
 
 def digests(name: str, data: Options, task: Task, model: str, folder: str) -> dict[str, str]:
     """Of the task and of the model's files, by the names that the user has given."""
-    names = " with ".join(filter(None, [name, data.reward, data.eval_task]))
-    return {names: task.fingerprint} | model_digests(model, folder)
-
-
-def model_digests(model: str, folder: str) -> dict[str, str]:
-    """Of the files in the folder of the model that the user calls `model`."""
     from report.files import digest_of
 
-    return {f"{model}/{path.name}": digest_of(path) for path in Path(folder).glob("*")
-            if path.is_file() and path.suffix != ".md"}
+    names = " with ".join(filter(None, [name, data.reward, data.eval_task]))
+    files = {f"{model}/{path.name}": digest_of(path) for path in Path(folder).glob("*")
+             if path.is_file() and path.suffix not in (".md", ".pt")}  # a checkpoint's state.pt
+    return {names: task.fingerprint} | files

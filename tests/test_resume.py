@@ -1,9 +1,10 @@
-"""A run's folder: held by one process, resumed from what is whole, left whole by kills and by a full disk; the folders
-of the best policy and of a checkpoint.
+"""A run's folder: held by one process, resumed from what is whole, left whole by kills and by a full disk; the folder
+of the best policy.
 
 tests/long/kills.py of commit aae883d kills whole jobs with a real engine at random moments.
 """
 
+import itertools
 import json
 import math
 import os
@@ -17,12 +18,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, forked, outcome, read_json, refusal, rows, tensors, train_here
+from helpers import built, command, forked, outcome, read_json, refusal, rows, tensors, train_here
 
 import train
 from extras.resume import refuse_changes
-from lab import export
-from report.files import save_policy
+from report.files import checkpoints, save_checkpoint
 from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
@@ -44,7 +44,7 @@ def root(good, tmp_path_factory) -> Path:
 
 
 def checkpoint(out: Path, step: int) -> Path:
-    return out / "checkpoints" / f"step_{step:06d}.pt"
+    return out / "checkpoints" / f"step_{step:06d}"
 
 
 def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
@@ -53,8 +53,8 @@ def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
 
 # ------------------------------------------------------------------------------------------------ damaged, still whole
 def torn(out: Path) -> None:
-    """As a kill in step 4 leaves it: rows of a later step, and a part of one."""
-    checkpoint(out, 4).unlink()
+    """As a kill in step 4 leaves it: rows of a later step, and a part of one; a checkpoint without its name."""
+    checkpoint(out, 4).rename(out / "checkpoints" / "unfinished")
     for name in ("metrics.jsonl", "samples.jsonl"):
         change(out / name, lambda content: content[:-9])
 
@@ -91,12 +91,26 @@ def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
     assert "changed are org/name/model.safetensors; try" in refusal([*words, "--resume"], capsys)
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle."""
+    middle = path.stat().st_size // 2
+    change(path, lambda c: c[:middle] + bytes([c[middle] ^ 1]) + c[middle + 1 :])
+
+
+def another_seed(out: Path) -> None:
+    state = torch.load(checkpoint(out, 4) / "state.pt")
+    state["run"]["config"]["seed"] += 1
+    torch.save(state, checkpoint(out, 4) / "state.pt")
+
+
 # What is changed, and the complaint; `f` is the run's folder, its parent holds model/ and task.py.
 REFUSED = {
-    "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have its checkpoints"),
-    "a pickle": (lambda f: torch.save({"step": Path("x")}, checkpoint(f, 5)),
-                 "checkpoints must be readable, {root}/run/checkpoints/step_000005.pt is not; move it away"),
+    "an older version": (lambda f: [each.rename(each.with_suffix(".pt")) for each in checkpoints(f)], "has none (fil"),
+    "a bit": (lambda f: flip(checkpoint(f, 4) / "state.pt"), "step_000004/state.pt is damaged or missing; move {root}"),
+    "a weight": (lambda f: flip(checkpoint(f, 4) / "model.safetensors"), "step_000004/model.safetensors is damaged"),
+    "another run": (another_seed, "step_000004 failed: ValueError: a resumed run must keep its options, changed are s"),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),
     "a gone file": (lambda f: (f.parent / "model" / "generation_config.json").unlink(),
                     "changed are {root}/model/generation_config.json; try"),
@@ -104,16 +118,6 @@ REFUSED = {
                "changed are {root}/task.py; try"),
     "options": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": 0.01', b'"lr": 0.02')),
                 "must keep its options, changed are lr"),
-}  # fmt: skip
-NOT_EXPORTED = {
-    "no file": (lambda f: checkpoint(f, 4).unlink(), "must be a complete file of a run's checkpoints/, got {root}/"),
-    "half a file": (lambda f: change(checkpoint(f, 4), lambda c: c[: len(c) // 2]), "must be a complete file of a run"),
-    "no record": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
-    "no model": (lambda f: shutil.rmtree(f.parent / "model"), "missing are {root}/model/config.json, {root}/m"),
-    "weights": (lambda f: weights(f.parent / "model"), "changed or missing are {root}/model/model.safetensors"),
-    "a folder": (lambda f: (f / "policy_000004").mkdir(), "to must be a new folder, {root}/run/policy_000004 is there"),
-    "tensors": (lambda f: torch.save({"step": 4, "policy": {"wte": torch.ones(1)}}, checkpoint(f, 4)),
-                "others are model.embed_tokens.weight, "),
 }  # fmt: skip
 
 
@@ -126,9 +130,9 @@ def spoilable(root):
     kept.rename(root)
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, *NOT_EXPORTED])
-def test_what_cannot_be_resumed_or_exported_is_refused_and_no_file_is_changed(root, spoilable, kind, capsys):
-    spoil, complaint = (REFUSED | NOT_EXPORTED)[kind]
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_resumed_is_refused_and_no_file_is_changed(root, spoilable, kind, capsys):
+    spoil, complaint = REFUSED[kind]
 
     def files() -> dict[Path, bytes]:
         """Except for a traceback."""
@@ -137,12 +141,33 @@ def test_what_cannot_be_resumed_or_exported_is_refused_and_no_file_is_changed(ro
 
     spoil(spoilable)
     before = files()
-    if kind in REFUSED:
-        said = refusal(options(root, spoilable, "--resume"), capsys)
-    else:
-        said = refusal([str(checkpoint(spoilable, 4))], capsys, export.main)
-    assert complaint.format(root=root) in said
+    assert complaint.format(root=root) in refusal(options(root, spoilable, "--resume"), capsys)
     assert files() == before
+
+
+def killed_save(trainer: train.Trainer, number: int) -> None:
+    """Save checkpoint 2, and be killed at this call of Python's that has to do with its files."""
+    calls = itertools.count(1)
+
+    def kill(event: str, arguments: tuple) -> None:
+        if "unfinished" in str(arguments[:1]) and next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    save_checkpoint(trainer, 2)
+
+
+def test_a_kill_between_any_two_files_leaves_the_checkpoint_before(good, tmp_path):
+    trainer = built(good, tmp_path)
+    save_checkpoint(trainer, 1)
+    for number in itertools.count(1):
+        process = forked(killed_save, trainer, number)
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert checkpoints(tmp_path) == [checkpoint(tmp_path, 1)]
+    assert checkpoints(tmp_path) == [checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)]
+    assert number > len([*checkpoint(tmp_path, 2).iterdir()])
 
 
 def test_an_option_that_is_younger_than_a_run_had_its_default_there():
@@ -172,41 +197,28 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def valued(monkeypatch) -> None:
     """Evaluations of steps 0 to 4 have these values."""
-    evaluate, values = train.evaluate, [None, 0.5, math.nan, 0.5, 0.6]
+    evaluate, values = train.evaluate, [None, 0.5, math.nan, 0.6, 0.6]
     monkeypatch.setattr("train.evaluate", lambda *where: evaluate(*where) | {"eval_agree": values[where[1]]})
 
 
-@pytest.mark.parametrize("more", ["", "--lora-rank 4 --dtype float16 --top-p 0.9 --kl-coef 0.1"])
-def test_the_best_policy_and_the_last_checkpoints_are_policy_and_the_run_is_that_without(
-        root, tmp_path, more, valued, monkeypatch):
+@pytest.mark.parametrize("more, last", [
+    ("--dtype float16", "policy"), ("--lora-rank 4 --dtype bfloat16 --top-p 0.9 --kl-coef 0.1", "adapter"),
+])  # fmt: skip
+def test_the_best_policy_is_a_checkpoints_and_the_run_is_that_without(root, tmp_path, more, last, valued):
     words = options(root, tmp_path / "usual", "--eval-every", "1", *more.split())
     train_here(words)
-    out, written = tmp_path / "run", []
-    monkeypatch.setattr("extras.keep_best.save_policy", lambda *run: (written.append(1), save_policy(*run)))
+    out = tmp_path / "run"
     words = [*words, "--out", str(out), "--keep-best", "eval_agree"]
     train_here(words)
-    assert repr(outcome(out)) == repr(outcome(tmp_path / "usual"))  # NaN
-    assert len(written) == 2
-    export.main([str(checkpoint(out, 4))])
-    export.main([str(checkpoint(out, 3)), "--to", str(tmp_path / "new" / "third")])
-    policy, best = contents(out / "policy"), contents(out / "best")
-    note = {"step": 4, "metric": "eval_agree", "value": 0.6}
-    assert json.loads(best.pop("best.json")) == note
-    assert policy == best == contents(out / "policy_000004")
-    assert contents(tmp_path / "new" / "third")["model.safetensors"] != policy["model.safetensors"]
-    assert not {*out.glob("best.*"), *out.glob("policy_000004.*")}
-    torn(out)  # the step of the best policy comes again, and is not better
-    train_here([*words, "--resume"])
-    assert len(written) == 2 and repr(outcome(out)) == repr(outcome(tmp_path / "usual"))
-
-
-def test_a_best_policy_is_better_than_evaluations_from_before_the_option(root, tmp_path, valued, capsys):
-    words = options(root, tmp_path / "run", "--eval-every", "1", "--steps")
-    train_here([*words, "1"])
-    for steps, is_there in (("3", False), ("4", True)):
-        train_here([*words, steps, "--keep-best", "eval_agree", "--resume"])
-        assert (tmp_path / "run" / "best").exists() == is_there
-        assert "notice: the best evaluation so far is of step 1," in capsys.readouterr().out
+    for _ in range(2):
+        assert repr(outcome(out)) == repr(outcome(tmp_path / "usual"))  # NaN
+        best, *newest = (contents(folder) for folder in (out / "best", *checkpoints(out)))
+        assert json.loads(best.pop("best.json")) == {"step": 3, "metric": "eval_agree", "value": 0.6}
+        assert all(each.pop("state.pt") for each in newest)
+        assert newest == [best, contents(out / last)]
+        assert not {*out.glob("best.*")}
+        torn(out)
+        train_here([*words, "--resume"])
 
 
 def test_a_best_policy_by_an_unknown_metric_or_of_another_one_is_refused(root, tmp_path, capsys):
@@ -263,7 +275,7 @@ def test_a_run_under_nohup_ignores_sighup(capsys):
 @pytest.mark.engine
 def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(
         good, tmp_path, capsys):
-    """So is its best policy. The folder of a checkpoint has its step's answers; a new run goes on from policy/."""
+    """So is its best policy. A new run goes on from a checkpoint or from policy/, with its step's answers."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     words = options(good, killed, "--engine", "vllm", "--steps", "3", "--lr-decay", "linear", "--eval-every", "1")
     best = "--keep-best", "eval_reward"
@@ -271,13 +283,12 @@ def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_th
     process = forked(signalled_run, [*words, *best], signal.SIGKILL, tmp_path / "said")
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    export.main([str(checkpoint(killed, 1))])
     train_here([*words, *best, "--resume"])
     assert outcome(killed) == outcome(whole)
     assert contents(killed / "best") == contents(whole / "best")
     said = refusal([*words, "--resume", "--steps", "5"], capsys)
-    assert "steps and lr_decay must stay (3, 'linear') (the rate" in said and f"--model {killed}/policy and" in said
-    for step, folder, steps in ((1, "policy_000001", "0"), (3, "policy", "1")):
+    assert "steps and lr_decay must stay (3, 'linear') (the rate" in said and f"--model {killed}/policy, or" in said
+    for step, folder, steps in ((2, "checkpoints/step_000002", "0"), (3, "policy", "1")):
         out = tmp_path / folder
         train_here([*words, "--model", str(killed / folder), "--out", str(out), "--steps", steps])
         assert greedy(out, 0) == greedy(killed, step)
@@ -307,7 +318,7 @@ def test_a_refused_command_changes_no_file_and_a_librarys_error_has_its_tracebac
 def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(root, tmp_path, capsys):
     """Files of at most 400 kB stand for the disk: the weights fit, the optimizer's state does not."""
     out, limit, (usual, hard) = tmp_path / "run", 400_000, resource.getrlimit(resource.RLIMIT_FSIZE)
-    weights, state = root / "run" / "policy" / "model.safetensors", checkpoint(root / "run", 4)
+    weights, state = root / "run" / "policy" / "model.safetensors", checkpoint(root / "run", 4) / "state.pt"
     assert weights.stat().st_size < limit < state.stat().st_size
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -317,7 +328,7 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(root, tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
     assert stop.value.code == 1
     said = capsys.readouterr().err
-    assert re.search(r"^error: writing a checkpoint in .* failed: OSError: \[Errno 27\] File too large", said, re.M)
+    assert re.search(r"^error: writing .*/step_000001 failed: OSError: \[Errno 27\] File too large", said, re.M)
     assert f"(traceback: {out}/error.txt)" in said
     assert "in train\n" in (out / "error.txt").read_text()
     assert "Traceback" not in said

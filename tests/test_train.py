@@ -26,6 +26,7 @@ from helpers import (
 from engine_adapter import Rollout, Sampling, Source, reseed
 from examples.record_vllm import record
 from probe.traces import load_traces
+from report.files import checkpoints
 from train import evaluate, greedy_agreement, has_loss, train_step
 from verify.settings import of_trainer
 
@@ -181,12 +182,13 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
 
 @pytest.mark.engine
 def test_the_exported_policy_has_the_same_values_in_a_new_vllm(good, tmp_path):
-    """vLLM's own `LLM` reads weights and sampling parameters. That they are the trained ones: test_multimodal.py."""
+    """vLLM's own `LLM` reads weights and sampling parameters of a checkpoint, too. That they are the trained ones:
+    test_resume.py."""
     from vllm import LLM, SamplingParams
 
     rows_of_run(good, tmp_path, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL)
-    policy = policy_in(tmp_path / "policy")
-    llm = LLM(str(tmp_path / "policy"), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
+    policy, (folder,) = policy_in(tmp_path / "policy"), checkpoints(tmp_path)
+    llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
               logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
     defaults = llm.get_default_sampling_params()
     assert (defaults.max_tokens, defaults.temperature) == (SamplingParams().max_tokens, 0.7)

@@ -82,14 +82,14 @@ def install(run: Any, options: Options, parts: Any) -> None:
     def begin(model: torch.nn.Module) -> None:
         # Set by lora.py. The check of gradient_checkpointing.py, which is installed before this
         # file, needs an adapter in each layer.
-        adapters = parts.policy["send"]
+        adapters = parts.send
         if folder:
             load_into(adapters, *read(folder))
         parts.after_save.append(
             lambda model, saved: write(adapters, run, saved.with_name("adapter")))
 
     if folder:
-        run.files.update({f"{folder}/{name}": digest_of(Path(folder, name))
+        parts.files.update({f"{folder}/{name}": digest_of(Path(folder, name))
                           for name in (CONFIG, TENSORS)})
     if "lora_rank" in run.config.given:  # that of a folder, too
         parts.with_model.append(begin)

@@ -52,7 +52,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
 
     def adapt(model: Module) -> None:
         adapters = Adapters(model, options, run.config.seed)
-        parts.policy["send"] = adapters
+        parts.send = adapters
         parts.while_saved.append(adapters.plain_model)
 
     parts.with_model.append(adapt)

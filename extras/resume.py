@@ -40,7 +40,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
     if not options.resume:
         return
     parts.new_folder = False
-    parts.checkpoint = newest_checkpoint(run)
+    parts.checkpoint = newest_checkpoint(run, parts.files)
     without = ": there was no checkpoint"
     if parts.checkpoint:
         without = ""
@@ -51,7 +51,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         f"resumed at step {parts.first_step}{without}"))
 
 
-def newest_checkpoint(run: Any) -> dict[str, Any] | None:
+def newest_checkpoint(run: Any, files: dict[str, str]) -> dict[str, Any] | None:
     """The newest checkpoint of a run.Run, None before its first one.
 
     Raises: ValueError if the folder holds another run, or one without its checkpoints, or if the
@@ -69,7 +69,7 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     refuse_other_rates(options, before)
     before = {name: value for name, value in before.items() if name not in free}
     refuse_changes("options", run.config.experiment, before)
-    refuse_changes("model and its task", run.files, earlier["files"])
+    refuse_changes("model and its task", files, earlier["files"])
     refuse_other_prompts(run.task.prompts_record, earlier["prompts"])
     if not paths:
         # At most step 0 and the steps up to the first checkpoint.

@@ -15,12 +15,14 @@ import numpy
 import torch
 from torch import Tensor
 
+import verify
 from engine_adapter import Engine, Rollout, Sampling, Source
 from extras.kv_cache import left_padded, states_after
 from extras.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
 from verify.head import check_head
+from verify.own_noise import UNMEASURED
 from verify.settings import of_trainer
 
 
@@ -57,6 +59,9 @@ def check(config: Any, options: Options) -> None:
 def install(run: Any, options: Options, parts: Any) -> None:
     if options.engine == "transformers":
         parts.engine_kind = TransformersEngine
+        if "further" in parts.engine:
+            raise ValueError("engine must be vllm with an option that sets an argument of vLLM, got"
+                             f" {parts.engine['further']}")
         parts.engine.clear()
     if options.engine == "transformers" or options.eval_trainer_alone:
         parts.with_model.append(refuse_recurrent)
@@ -111,6 +116,7 @@ class TransformersEngine(Engine):
     holds_unfinished = True  # in its queue
     copies_weights = False
     on_gpu = _memory_released = False  # sleep has nothing to release
+    checked = verify.Checked({}, limit=UNMEASURED)
     state = "awake"
     weight_version = 0
 
@@ -140,7 +146,7 @@ class TransformersEngine(Engine):
         """Sample N queued rollouts with one `Sampling` to their end, at most `max_num_seqs`."""
         from transformers import DynamicCache
 
-        sampling = self._queue[0].sampling
+        head, sampling = self.policy.head, self._queue[0].sampling
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N
         del self._queue[: len(rollouts)]
@@ -149,7 +155,7 @@ class TransformersEngine(Engine):
         cache = DynamicCache(config=self.policy.model.config)
         while rollouts:
             states = states_after(cache, self.policy.model, ids, real)
-            logits = self.policy.head.logits(states[:, -1])  # (N, V)
+            logits = head.scaled(head.affine(states[:, -1]))  # (N, V)
             tokens, logprobs = _draw(logits, sampling)  # (N,), (N, V)
             chosen = at_targets(logprobs, tokens).tolist()
             for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):

@@ -35,7 +35,9 @@ def provenance() -> dict[str, Any]:
             "dirty": bool(dirty) if commit else None}
 
 
-def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
+def record_of(
+    run: Any, trainer: dict[str, Any], engine: Any, files: dict[str, str]
+) -> dict[str, Any]:
     """config.json: options, what is in force on both sides, versions, problems, digests."""
     task, record = run.task, provenance()
     record["versions"]["vllm"] = engine.vllm_version
@@ -46,7 +48,7 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
                      "evaluated": f"{evaluated}, at each step the same, chosen by the seed",
                      "dropped": task.num_dropped, "merged": task.num_repeated},
-        "files": run.files, "prompts": task.prompts_record,
+        "files": files, "prompts": task.prompts_record,
     }
 
 
@@ -72,6 +74,13 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(out.glob(f"checkpoints/step_{'[0-9]' * 6}.pt"))
 
 
+def check_readable(path: Path) -> None:
+    """Raises: ValueError that names the class of what a resumed run could not read."""
+    with stage("reading a new checkpoint as --resume does (a state_dict has tensors, numbers,"
+               " texts, and lists and dictionaries of them alone)"):
+        torch.load(path, weights_only=True, mmap=True)
+
+
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
     """checkpoints/step_N.pt. The newest two are kept; files of other names are left alone."""
     folder = out / "checkpoints"
@@ -85,6 +94,7 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
                 torch.save(state | {"step": step}, file)
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
+        check_readable(unfinished)
         unfinished.replace(folder / f"step_{step:06d}.pt")
     for old in checkpoints(out)[:-2]:
         old.unlink()

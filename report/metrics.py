@@ -130,7 +130,9 @@ def of_backend(
     token both are nan. `objective`: a row of OBJECTIVES.
     """
     weights = loss_weights(mask, objective.normalizer, max_length)
-    _, clipped = objective.surrogate(old_logprobs, behavior_logprobs, advantages, mask, clip)
+    loss, clipped = objective.surrogate(old_logprobs, behavior_logprobs, advantages, mask, clip)
+    if loss.shape != mask.shape:
+        raise ValueError(f"a surrogate must return (B, T) = {mask.shape}, got {loss.shape}")
     ratios = ratio((old_logprobs - behavior_logprobs) * mask)
     total = weights.sum()
     return {

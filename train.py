@@ -406,10 +406,11 @@ def train_step(trainer: Trainer, step: int) -> Step:
         measured = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
     batch = replace(batch, old_logprobs=measured["logprobs"], entropy=measured["entropy"],
                     ref_logprobs=measured.get("ref_logprobs"))
-    advantages = OBJECTIVES[config.objective].advantages  # (B, 1), or (B, T)
-    batch = replace(batch, advantages=advantages(
-        scores.to(policy.device), config.group_size, batch))
-    verify.batch.check_advantages(batch.advantages, batch.mask)
+    with stage(f"the advantage function of {config.objective}"):
+        advantages = OBJECTIVES[config.objective].advantages(  # (B, 1), or (B, T)
+            scores.to(policy.device), config.group_size, batch)
+        verify.batch.check_advantages(advantages, batch.mask)
+    batch = replace(batch, advantages=advantages)
 
     fresh = batch.mask_rows([rollout.oldest_version == engine.weight_version
                              for rollout in rollouts])

@@ -21,6 +21,7 @@ from extras.kv_cache import left_padded, states_after
 from extras.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
+from verify.canary import NATS
 from verify.head import check_head
 from verify.own_noise import UNMEASURED
 from verify.settings import of_trainer
@@ -116,7 +117,6 @@ class TransformersEngine(Engine):
     holds_unfinished = True  # in its queue
     copies_weights = False
     on_gpu = _memory_released = False  # sleep has nothing to release
-    checked = verify.Checked({}, limit=UNMEASURED)
     state = "awake"
     weight_version = 0
 
@@ -129,6 +129,8 @@ class TransformersEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, kv_lost=0)
         self._queue: list[Rollout] = []
+        limit = NATS if policy.model.dtype == torch.float32 else UNMEASURED
+        self.checked = verify.Checked({}, limit=limit)
         # The trainer's own dtype, head and attention.
         self.settings = {"engine": "transformers"} | of_trainer(policy)
 

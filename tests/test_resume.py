@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from helpers import command, forked, outcome, read_json, refusal, rows, tensors, train_here
@@ -22,7 +23,8 @@ from helpers import command, forked, outcome, read_json, refusal, rows, tensors,
 import train
 from extras.resume import refuse_changes
 from lab import export
-from report.files import save_policy
+from report.files import save_checkpoint, save_policy
+from tasks import Problem
 from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
@@ -52,6 +54,15 @@ def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ damaged, still whole
+@pytest.mark.parametrize("value", [numpy.float64(1.5), numpy.arange(3), Path("x"), Problem("", "", "")], ids=str)
+def test_a_state_that_no_resumed_run_could_read_is_refused_by_its_class_as_it_is_saved(tmp_path, value):
+    state = {"policy": {"weight": torch.ones(2)}, "source": {"mine": [1, "a", (2.0, None), {3}]}}
+    save_checkpoint(tmp_path, 1, state)
+    with pytest.raises(ValueError, match=r"a state_dict must have .*, got (numpy|pathlib|tasks)\."):
+        save_checkpoint(tmp_path, 2, state | {"source": {"mine": [value]}})
+    assert [path.name for path in tmp_path.glob("checkpoints/*.pt")] == ["step_000001.pt"]
+
+
 def torn(out: Path) -> None:
     """As a kill in step 4 leaves it: rows of a later step, and a part of one."""
     checkpoint(out, 4).unlink()

@@ -146,7 +146,7 @@ class ParityFlags:
     def off(self) -> list[str]:
         """The fixes that are off; a flag that is off by default, such as a fork's, is no fix."""
         return [flag.name for flag in fields(self)
-                if flag.type is bool and flag.default and not getattr(self, flag.name)]
+                if flag.default and not getattr(self, flag.name)]
 
 
 class Setting(NamedTuple):
@@ -179,7 +179,13 @@ ALWAYS = {"generation_config": "vllm", "disable_cascade_attn": True}
 
 
 def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
-    """What the start asks for, by argument, and the audit must then find."""
+    """What the start asks for, by argument, and the audit must then find.
+
+    Raises: ValueError if a flag has no row.
+    """
+    idle = vars(parity).keys() - {"inflight_keep", *(setting.flag for setting in SETTINGS)}
+    if idle:
+        raise ValueError(f"a flag of ParityFlags must have a row of SETTINGS, {idle} have none")
     return {setting.argument: setting.fixed if getattr(parity, setting.flag) else setting.default
             for setting in SETTINGS}
 

@@ -177,7 +177,9 @@ def loss_weights(mask: Tensor, normalizer: Normalizer, max_length: int) -> Tenso
         return mask / mask.sum().clamp(min=1)
     if normalizer == "sequence":
         return mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_rows)
-    return mask / (num_rows * max_length)
+    if normalizer == "constant":
+        return mask / (num_rows * max_length)
+    raise ValueError(f"normalizer must be token, sequence or constant, got {normalizer}")
 
 
 # ---------------------------------------------------------------------------------- divergences

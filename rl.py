@@ -127,7 +127,6 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
 
     Shapes: B rollouts -> Batch with T = longest (prompt + response) - 1.
     """
-    assert all(len(rollout.logprobs) == len(rollout.token_ids) for rollout in rollouts)
     sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
     prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
     ends = torch.tensor([*map(len, sequences)])
@@ -238,13 +237,21 @@ class Head:
         return logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays
 
     def scaled(self, logits: Tensor) -> Tensor:
+        """Of `affine` the logits, before the temperature: (N, V) -> (N, V)."""
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits if self.scale == 1.0 else logits * self.scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N, V) in fp32, before the temperature."""
-        return self.scaled(self.affine(hidden))
+    def shaped(self, affine: Tensor) -> Tensor:
+        """What the softmax is of. It and its derivative `slope` alone take a temperature."""
+        return self.scaled(affine) / self.temperature
+
+    def slope(self, affine: Tensor) -> float | Tensor:
+        """d shaped / d affine."""
+        slope = self.scale / self.temperature
+        if self.softcap is not None:
+            slope = slope * (1 - torch.tanh(affine / self.softcap).square())
+        return slope
 
     def score(
         self, hidden: Tensor, targets: Tensor, restrict: Restriction = no_restriction,
@@ -255,8 +262,7 @@ class Head:
         Shapes: (N, H), (N,) -> (N,) by name. Units: nats. Only `logprobs` has a gradient.
         """
         def of_chunk(chunk: slice) -> dict[str, Tensor]:
-            # The only line where the trainer takes a temperature.
-            logits = self.logits(hidden[chunk]) / self.temperature  # (n, V)
+            logits = self.shaped(self.affine(hidden[chunk]))  # (n, V)
             restricted = restrict(logits, chunk)
             all_logprobs = restricted.log_softmax(dim=-1)
             scores = {"logprobs": at_targets(all_logprobs, targets[chunk])}
@@ -301,14 +307,11 @@ class HeadGradient(torch.autograd.Function):
             bias_grad = torch.zeros_like(bias, dtype=wide)
         for chunk in head.chunks(len(hidden)):
             affine = head.affine(hidden[chunk])  # (n, V)
-            restricted = ctx.restrict(head.scaled(affine) / head.temperature, chunk)
+            restricted = ctx.restrict(head.shaped(affine), chunk)
             # gradient * (onehot(target) - softmax)
             logits_grad = restricted.softmax(dim=-1).mul_(-gradient[chunk, None])
             logits_grad.scatter_add_(1, targets[chunk, None], gradient[chunk, None])
-            slope = head.scale / head.temperature  # d logits / d affine
-            if head.softcap is not None:
-                slope = slope * (1 - torch.tanh(affine / head.softcap).square())
-            product_grad = logits_grad.mul_(slope).to(head.dtype)
+            product_grad = logits_grad.mul_(head.slope(affine)).to(head.dtype)
             hidden_grads.append(head.product(product_grad, weight).to(hidden.dtype))
             if weight_grad is not None:
                 head.add_product(weight_grad, product_grad.T, hidden[chunk])

@@ -17,10 +17,9 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 # isort: split
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,7 +50,16 @@ from report.errors import (
 )
 from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
 from report.log import answer_line, log, settings_lines
-from rl import Batch, Minibatches, Optimizer, Policy, in_micro_batches, load_weights, make_batch
+from rl import (
+    Batch,
+    EngineWeights,
+    Minibatches,
+    Optimizer,
+    Policy,
+    in_micro_batches,
+    load_weights,
+    make_batch,
+)
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
 from verify import distribution
@@ -62,9 +70,7 @@ from verify.start import check_vllm_version
 # ---------------------------------------------------------------------------------- options
 @dataclass(frozen=True)
 class Core:
-    """The options of the method. The defaults are the toy job: a small model unlearns a wrong habit
-    on two CPU cores.
-    """
+    """The options of the method, a part of Config."""
 
     out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
     seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
@@ -189,7 +195,9 @@ class Core:
 
 @dataclass(frozen=True)
 class Config(Core, extras.Options):
-    """All options of a run."""
+    """All options of a run. The defaults are the toy job: a small model unlearns a wrong habit on
+    two CPU cores.
+    """
 
 
 # ---------------------------------------------------------------------------------- a run
@@ -208,18 +216,6 @@ class Run:
         """The longest prompt and response together, in tokens."""
         return self.sampling.max_new_tokens + max(map(len, self.task.prompts))
 
-    @cached_property
-    def files(self) -> dict[str, str]:
-        """Digests of the model's files and of the task, by name."""
-        config = self.config
-        return digests(config.task, config.data, self.task, config.model, self.folder)
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """What --resume compares."""
-        return {"config": self.config.flat(), "files": self.files,
-                "prompts": self.task.prompts_record}
-
 
 class Parts(extras.OneOwner):
     """What a run is put together from. The `install` of an extra replaces a part or adds to a list.
@@ -230,8 +226,13 @@ class Parts(extras.OneOwner):
     def __init__(self, run: Run):
         config = run.config
         self.folder = extras.folder(run.folder)
+        # What --resume compares; the files' digests are those of the model and of the task.
+        self.identity = {
+            "config": config.flat(), "prompts": run.task.prompts_record,
+            "files": digests(config.task, config.data, run.task, config.model, run.folder)}
         self.policy = dict(  # arguments of Policy
             temperature=config.temperature, has_reference=config.kl_coef > 0)
+        self.send = EngineWeights()  # what the engine gets of the weights
         self.optimizer = Optimizer
         self.engine_kind = Engine  # the class, and its arguments
         self.engine = dict(
@@ -240,7 +241,9 @@ class Parts(extras.OneOwner):
             block_size=config.block_size, checks=config.checks, config=self.folder.config())
         self.source = Source  # of rollouts
         self.token_filter: TokenFilter | None = None
-        self.not_stated: set[str] = set()  # sides ("trainer") whose distribution an option changes
+        # Why the sides differ: fixes that are off, and what an option changes on purpose, "trainer"
+        # (its distribution) or "weights" (the engine's).
+        self.not_stated = {*config.parity.off()}
         self.new_folder = True  # whether `out` must hold no run
         self.first_step = 1
         self.checkpoint: Path | None = None  # the folder that the run goes on from
@@ -320,7 +323,7 @@ def load_policy(run: Run, parts: Parts) -> Policy:
         model = parts.folder.load(getattr(torch, run.config.dtype)).to(device)
         for change in parts.with_model:
             change(model)
-        return Policy(model, **parts.policy)
+        return Policy(model, send=parts.send, **parts.policy)
 
 
 def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
@@ -341,7 +344,7 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
         sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
         distribution.check(policy, engine, sampled, parts.not_stated)
     settings = of_trainer(policy)
-    record = record_of(run, settings, engine)
+    record = record_of(run, settings, engine, parts.identity)
     print(settings_lines(settings, engine.settings))
     for prepare_first_step in parts.at_begin:
         prepare_first_step(trainer, record)
@@ -355,20 +358,15 @@ def train(trainer: Trainer) -> None:
     config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
     if parts.first_step == 1:
         log(trainer.run, {"step": 0} | evaluate(trainer, 0), extras.ENDINGS, parts.writers)
-    started = time.perf_counter()
     for step in range(parts.first_step, config.steps + 1):
         with stage(f"step {step}"):
             done = train_step(trainer, step)
         for observe in parts.observers:
-            further = observe(done)
-            assert not further.keys() & done.metrics.keys(), f"{observe} changes a figure"
-            done.metrics.update(further)
+            done.metrics.update(metrics.further(done.metrics, observe(done)))
         last = step == config.steps
         if last or step % config.eval_every == 0:
             done.metrics.update(evaluate(trainer, step))
-        a_step = (time.perf_counter() - started) / (step - parts.first_step + 1)
-        left = {"left_s": a_step * (config.steps - step)}
-        log(trainer.run, done.metrics | left, extras.ENDINGS, parts.writers)
+        log(trainer.run, done.metrics, extras.ENDINGS, parts.writers)
         if last or step % config.checkpoint_every == 0:
             save_checkpoint(trainer, step)
     for finish in parts.at_end:
@@ -399,6 +397,7 @@ def train_step(trainer: Trainer, step: int) -> Step:
     # 1. Sample with the weights of the last load. Then the engine gives the device to the trainer.
     with clock("generate"):
         problems, rollouts = trainer.source.next(step)  # P, B = P * G rows
+    verify.batch.check_rollouts(problems, rollouts, config)
     with clock("sleep"):
         engine.sleep()
 
@@ -418,15 +417,19 @@ def train_step(trainer: Trainer, step: int) -> Step:
         measured = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
     batch = replace(batch, old_logprobs=measured["logprobs"], entropy=measured["entropy"],
                     ref_logprobs=measured.get("ref_logprobs"))
-    advantages = OBJECTIVES[config.objective].advantages  # (B, 1), or (B, T)
-    batch = replace(batch, advantages=advantages(
-        scores.to(policy.device), config.group_size, batch))
+    with stage(f"the advantage function of {config.objective}"):
+        advantages = OBJECTIVES[config.objective].advantages(  # (B, 1), or (B, T)
+            scores.to(policy.device), config.group_size, batch)
+        verify.batch.check_advantages(advantages, batch.mask)
+    batch = replace(batch, advantages=advantages)
 
     fresh = batch.mask_rows([rollout.oldest_version == engine.weight_version
                              for rollout in rollouts])
     figures = {"step": step, "lr": config.lr_at(step)} | metrics.before_update(
         batch, fresh, measured, scores, has_signal, engine.weight_version,
         objective=OBJECTIVES[config.objective], clip=config.clip, max_length=config.max_new_tokens)
+    if not trainer.parts.not_stated:
+        verify.canary.check_step(engine, figures)
 
     # 4. Update.
     batch = batch.mask_rows([has_loss(rollout, config) for rollout in rollouts])
@@ -438,7 +441,7 @@ def train_step(trainer: Trainer, step: int) -> Step:
     with clock("sync"):
         engine.wake()
         figures |= engine.load(policy.weights(), policy.response_logprobs, figures["updates"] > 0)
-        figures |= trainer.source.after_update()
+        figures |= metrics.further(figures, trainer.source.after_update())
     return Step(figures | clock.figures(), problems, batch, fresh)
 
 
@@ -463,7 +466,8 @@ def with_loss_terms(
     averaged = batch.mask  # the tokens of the loss's mean
     if token_filter:
         rejected, averaged = token_filter(batch)
-        correction = correction * ~rejected
+        correction = correction * (rejected == 0)
+        verify.batch.check_averaged(averaged, correction > 0, batch.mask)
     token_weights = torch.zeros_like(batch.mask)
     for micro_batches in minibatches:
         rows = torch.cat(micro_batches)
@@ -499,7 +503,8 @@ def update(
                 continue
             for rows in micro_batches:
                 micro = batch.select(rows)
-                with torch.set_grad_enabled(bool((from_reward | from_kl)[rows].any())):
+                has_gradient = bool((from_reward | from_kl)[rows].any())
+                with torch.set_grad_enabled(has_gradient):
                     logprobs = policy.score(micro)["logprobs"]  # (b, T)
                 token_loss, clipped = objective.surrogate(
                     logprobs, micro.denominator, micro.advantages, micro.correction > 0,
@@ -510,7 +515,7 @@ def update(
                         logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
                         config.kl_coef, config.kl_gradient)
                 loss = (token_loss * micro.token_weights).sum()
-                if loss.requires_grad:
+                if has_gradient:
                     optimizer.backward(loss)
                 sums.add(logprobs.detach(), micro.denominator, micro.ref_logprobs, clipped,
                          micro.token_weights, loss.item())

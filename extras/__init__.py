@@ -15,9 +15,9 @@ the command line. A file has what it needs of, in the order in which a run uses 
 Each hook of each file is called, so a file asks itself whether its option is given. Checks raise a
 ValueError. inflight.py replaces the engine (`parts.engine_kind`) and the source of rollouts
 (`parts.source`). lora.py adds a function of the loaded model to `parts.with_model`, which also sets
-what the policy sends, `parts.policy["send"]`, and adds to `parts.while_saved` a context in which
-the model is as its folder has it. It also replaces what a checkpoint has of the model, and how this
-is read (`parts.save_weights`, `parts.load_weights`).
+what the policy sends, `parts.send`, and adds to `parts.while_saved` a context in which the model is
+as its folder has it. It also replaces what a checkpoint has of the model, and how this is read
+(`parts.save_weights`, `parts.load_weights`).
 
 A file that is not there has no options, and all else works without it. Nothing heavy is imported at
 the top of a file: --help imports all of them. What two files share stands in a file that is not one
@@ -48,10 +48,10 @@ HOOKS = {"check", "check_machine", "check_task", "install"}
 def read(name: str) -> ModuleType:
     """The file of one name. Raises a TypeError for a function like a hook that is none."""
     file = import_module(f"extras.{name}")
-    for function in filter(isfunction, vars(file).values()):
-        own = function.__module__ == file.__name__
-        if own and function.__name__ not in HOOKS and "options" in signature(function).parameters:
-            raise TypeError(f"{function.__name__} of {file.__name__} has options but is no hook, so"
+    for word, function in vars(file).items():
+        own = isfunction(function) and function.__module__ == file.__name__
+        if own and word not in HOOKS and "options" in signature(function).parameters:
+            raise TypeError(f"{word} of {file.__name__} has options but is no hook, so"
                             f" nothing would call it; hooks are {', '.join(sorted(HOOKS))}")
     return file
 

@@ -78,11 +78,11 @@ def install(run: Any, options: Options, parts: Any) -> None:
     folder = options.adapter
     if not folder:
         return
-    run.files.update({f"{folder}/{name}": digest_of(Path(folder, name))
-                      for name in (CONFIG, TENSORS)})
+    parts.identity["files"].update({f"{folder}/{name}": digest_of(Path(folder, name))
+                                    for name in (CONFIG, TENSORS)})
     # lora.py has set what is sent. The check of gradient_checkpointing.py, which is installed
     # before this file, needs an adapter in each layer.
-    parts.with_model.append(lambda model: load_into(parts.policy["send"], *read(folder)))
+    parts.with_model.append(lambda model: load_into(parts.send, *read(folder)))
 
 
 def read(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

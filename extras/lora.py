@@ -61,7 +61,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         if "text_config" in read_json(Path(run.folder) / "config.json"):
             prefix = "model.language_model."  # a multimodal model, which has the text model inside
         adapters = Adapters(model, options, run.config.seed, prefix)
-        parts.policy["send"] = adapters
+        parts.send = adapters
         parts.while_saved.append(adapters.plain_model)
         parts.after_save.append(
             lambda _, policy: write(adapters, run, policy.with_name("adapter")))

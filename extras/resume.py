@@ -31,14 +31,14 @@ def install(run: Any, options: Options, parts: Any) -> None:
     if not options.resume:
         return
     parts.new_folder = False
-    parts.checkpoint = newest_checkpoint(run)
+    parts.checkpoint = newest_checkpoint(run, parts.identity)
     if not parts.checkpoint:
         print("resumed at step 1: there was no checkpoint")
         return
     parts.state = read_checkpoint(parts.checkpoint)
     step = parts.state["step"]
     with stage(f"going on from {parts.checkpoint}"):
-        refuse_another_run(run, parts.state["run"])
+        refuse_another_run(run.config, parts.identity, parts.state["run"])
     if step > run.config.steps:
         raise ValueError(f"steps must be at least {step}, the checkpoint's, got {run.config.steps}")
     parts.first_step = step + 1
@@ -46,7 +46,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
     print(f"resumed at step {step + 1}")
 
 
-def newest_checkpoint(run: Any) -> Path | None:
+def newest_checkpoint(run: Any, identity: dict[str, Any]) -> Path | None:
     """The newest checkpoint of a run.Run, None before its first one.
 
     Raises: ValueError if the folder holds another run, or one without its checkpoints.
@@ -54,7 +54,7 @@ def newest_checkpoint(run: Any) -> Path | None:
     folders, record = checkpoints(run.out), run.out / "config.json"
     if not folders and not record.exists():
         return None
-    refuse_another_run(run, read_json(record))
+    refuse_another_run(run.config, identity, read_json(record))
     if folders:
         return folders[-1]
     # At most step 0 and the steps up to the first checkpoint.
@@ -66,15 +66,17 @@ def newest_checkpoint(run: Any) -> Path | None:
     return None
 
 
-def refuse_another_run(run: Any, earlier: dict[str, Any]) -> None:
+def refuse_another_run(
+    config: Any, identity: dict[str, Any], earlier: dict[str, Any]
+) -> None:
     """`earlier`: the record or a checkpoint of the run to be resumed. Raises: ValueError."""
-    free = run.config.flat().keys() - run.config.experiment.keys()
-    before = run.config.defaults() | earlier["config"]  # an option can be younger than the run
-    refuse_other_rates(run.config, before)
+    free = config.flat().keys() - config.experiment.keys()
+    before = config.defaults() | earlier["config"]  # an option can be younger than the run
+    refuse_other_rates(config, before)
     before = {name: value for name, value in before.items() if name not in free}
-    refuse_changes("options", run.config.experiment, before)
-    refuse_changes("model and its task", run.files, earlier["files"])
-    refuse_other_prompts(run.task.prompts_record, earlier["prompts"])
+    refuse_changes("options", config.experiment, before)
+    refuse_changes("model and its task", identity["files"], earlier["files"])
+    refuse_other_prompts(identity["prompts"], earlier["prompts"])
 
 
 def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:

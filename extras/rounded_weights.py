@@ -36,8 +36,9 @@ def check(config: Any, options: Options) -> None:
 
 def install(run: Any, options: Options, parts: Any) -> None:
     if options.rollout_weights != "own":
-        parts.with_model.append(lambda model: parts.policy.update(
-            send=RoundedWeights(model, options.rollout_weights)))
+        parts.not_stated.add("weights")
+        parts.with_model.append(lambda model: setattr(
+            parts, "send", RoundedWeights(model, options.rollout_weights)))
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:

@@ -15,12 +15,15 @@ import numpy
 import torch
 from torch import Tensor
 
+import verify
 from engine_adapter import Engine, Rollout, Sampling, Source
 from extras.kv_cache import left_padded, states_after
 from extras.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
+from verify.canary import NATS
 from verify.head import check_head
+from verify.own_noise import UNMEASURED
 from verify.settings import of_trainer
 
 
@@ -57,6 +60,9 @@ def check(config: Any, options: Options) -> None:
 def install(run: Any, options: Options, parts: Any) -> None:
     if options.engine == "transformers":
         parts.engine_kind = TransformersEngine
+        if "further" in parts.engine:
+            raise ValueError("engine must be vllm with an option that sets an argument of vLLM, got"
+                             f" {parts.engine['further']}")
         parts.engine.clear()
     if options.engine == "transformers" or options.eval_trainer_alone:
         parts.with_model.append(refuse_recurrent)
@@ -123,6 +129,8 @@ class TransformersEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, kv_lost=0)
         self._queue: list[Rollout] = []
+        limit = NATS if policy.model.dtype == torch.float32 else UNMEASURED
+        self.checked = verify.Checked({}, limit=limit)
         # The trainer's own dtype, head and attention.
         self.settings = {"engine": "transformers"} | of_trainer(policy)
 
@@ -140,7 +148,7 @@ class TransformersEngine(Engine):
         """Sample N queued rollouts with one `Sampling` to their end, at most `max_num_seqs`."""
         from transformers import DynamicCache
 
-        sampling = self._queue[0].sampling
+        head, sampling = self.policy.head, self._queue[0].sampling
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N
         del self._queue[: len(rollouts)]
@@ -149,7 +157,7 @@ class TransformersEngine(Engine):
         cache = DynamicCache(config=self.policy.model.config)
         while rollouts:
             states = states_after(cache, self.policy.model, ids, real)
-            logits = self.policy.head.logits(states[:, -1])  # (N, V)
+            logits = head.scaled(head.affine(states[:, -1]))  # (N, V)
             tokens, logprobs = _draw(logits, sampling)  # (N,), (N, V)
             chosen = at_targets(logprobs, tokens).tolist()
             for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):

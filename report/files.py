@@ -36,12 +36,14 @@ def provenance() -> dict[str, Any]:
             "dirty": bool(dirty) if commit else None}
 
 
-def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
+def record_of(
+    run: Any, trainer: dict[str, Any], engine: Any, identity: dict[str, Any]
+) -> dict[str, Any]:
     """config.json: options, what is in force on both sides, versions, problems, digests."""
     task, record = run.task, provenance()
     record["versions"]["vllm"] = engine.vllm_version
     evaluated = min(len(task.held_out), run.config.eval_problems)
-    return record | run.identity | {
+    return record | identity | {
         "audit": engine.settings,
         "trainer": trainer | {"model_path": run.folder},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
@@ -72,6 +74,13 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(out.glob(STEP))
 
 
+def check_readable(path: Path) -> None:
+    """Raises: ValueError that names the classes of what a resumed run would not read."""
+    if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+        raise ValueError("a state_dict must have tensors, numbers, texts, lists and dictionaries"
+                         f" alone (--resume reads no others), got {', '.join(refused)}")
+
+
 def save_checkpoint(trainer: Any, step: int) -> None:
     """checkpoints/step_N: the folder of a model, or of adapters, and state.pt with all the rest.
 
@@ -87,12 +96,13 @@ def save_checkpoint(trainer: Any, step: int) -> None:
         unfinished.mkdir(parents=True)
         trainer.parts.save_weights(trainer.policy.model, unfinished)
         files = {path.name: digest_of(path) for path in unfinished.iterdir()}
-        state = trainer.state_dict() | {"step": step, "run": run.identity, "files": files}
+        state = trainer.state_dict() | {"step": step, "run": trainer.parts.identity, "files": files}
         try:
             with (unfinished / "state.pt").open("wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
+        check_readable(unfinished / "state.pt")
         unfinished.rename(folder)
     for old in checkpoints(run.out)[:-2]:
         shutil.rmtree(old)

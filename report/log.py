@@ -12,7 +12,7 @@ STEP = (
     " | reward {reward:.3f}{terms} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
     " | flat {flat_frac:4.0%} | mismatch {current_mismatch_abs_mean:7.1e} | clip {clip_rate:5.1%}"
     " backend {backend_clip_rate:5.1%} | entropy {entropy:.2f} | gnorm {grad_norm:.2f} lr {lr:.1e}"
-    " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left")
+    " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left:.1f} min left")
 # A second line, at evaluations.
 SPEED = (
     "    step {step_s:.2f} s: generate {generate_s:.2f} old_logprobs {old_logprobs_s:.2f} update"
@@ -48,8 +48,7 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
     """
     terms = ", ".join(f"{name.removeprefix('reward/')} {value:.3f}"
                       for name, value in figures.items() if name.startswith("reward/"))
-    minutes, seconds = divmod(round(figures.get("left_s", 0)), 60)
-    left = f"{minutes} min" if minutes else f"{seconds} s"
+    left = figures.get("step_s", 0.0) * (steps - figures["step"]) / 60
     figures = figures | {"terms": terms and f" ({terms})", "left": left, "steps": steps,
                          "all_truncated": figures.get("trunc_frac") == 1}
     line = "step {step:>3}/{steps}"

@@ -48,6 +48,13 @@ def before_update(
     return figures
 
 
+def further(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """`more`, of a source or an observer. Raises: ValueError if it has a figure of the step."""
+    if twice := figures.keys() & more.keys():
+        raise ValueError(f"a further metric must have a name of its own, got {', '.join(twice)}")
+    return more
+
+
 def of_rollouts(
     batch: Any, scores: Tensor, has_signal: Tensor, weight_version: int
 ) -> dict[str, float | None]:
@@ -130,7 +137,9 @@ def of_backend(
     token both are nan. `objective`: a row of OBJECTIVES.
     """
     weights = loss_weights(mask, objective.normalizer, max_length)
-    _, clipped = objective.surrogate(old_logprobs, behavior_logprobs, advantages, mask, clip)
+    loss, clipped = objective.surrogate(old_logprobs, behavior_logprobs, advantages, mask, clip)
+    if loss.shape != mask.shape:
+        raise ValueError(f"a surrogate must return (B, T) = {mask.shape}, got {loss.shape}")
     ratios = ratio((old_logprobs - behavior_logprobs) * mask)
     total = weights.sum()
     return {

@@ -98,6 +98,9 @@ class Task:
             groups.append((problem, list(map(self.text_of, members)), members))
         new = [group for group in groups if None in [rollout.reward for rollout in group[2]]]
         task = (evaluates and self.evaluation) or self
+        if task is not self and len(new) < len(groups):
+            raise ValueError("a source's `answer` must give no rewards with eval_task, which has"
+                             " other ones")
         for (problem, texts, members), results in zip(new, task.results(new), strict=True):
             for text, rollout, result in zip(texts, members, results, strict=True):
                 if rollout.reward is None:
@@ -105,6 +108,10 @@ class Task:
         rows = []
         for problem, texts, members in groups:
             for text, rollout in zip(texts, members, strict=True):
+                rollout.reward = float(rollout.reward)
+                if math.isinf(rollout.reward):
+                    raise ValueError(f"a reward must be finite, got {rollout.reward} on"
+                                     f" {problem.source}, response {text!r:.200}")
                 if rollout.score is None:
                     rollout.score = rollout.reward
                 rows.append({
@@ -128,7 +135,7 @@ class Task:
 
     def results(self, groups: list[Group]) -> list[list[Any]]:
         """For each response its reward, or the exception that it has raised."""
-        if self.grade:
+        if self.grade and groups:
             return self.grade(groups)
         return [[attempt(self.reward, problem, text) for text in texts]
                 for problem, texts, _ in groups]

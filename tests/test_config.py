@@ -44,8 +44,11 @@ def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_i
         fcfs: bool = True
         own: bool = False
 
-    row = Setting("fcfs", "scheduling_policy", "fcfs", "priority")
-    monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, row])
+    rows = [Setting("fcfs", "scheduling_policy", "fcfs", "priority"), Setting("own", "enable_lora", True, False)]
+    monkeypatch.setattr("engine_adapter.SETTINGS", SETTINGS + rows[:1])
+    with pytest.raises(ValueError, match=r"a flag of ParityFlags must have a row of SETTINGS, \{'own'\} have none"):
+        wanted_settings(Fork())
+    monkeypatch.setattr("engine_adapter.SETTINGS", SETTINGS + rows)
     for fcfs, value in (True, "fcfs"), (False, "priority"):
         assert wanted_settings(Fork(fcfs=fcfs))["scheduling_policy"] == value
     assert (Fork().off(), Fork(fcfs=False).off()) == ([], ["fcfs"])

@@ -32,7 +32,7 @@ import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source
 from rl import Policy
 from tasks import Problem, Task, exact_match
-from verify import canary
+from verify import canary, settings
 from verify.errors import AuditError, EngineStateError, WeightLoadError
 
 pytestmark = pytest.mark.engine
@@ -99,6 +99,21 @@ def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder, polic
         del engine.wanted["compilation_config.cudagraph_mode"]
         hook.remove()
         sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
+
+
+def test_a_setting_without_a_reader_is_refused_and_so_is_a_reader_without_a_setting(
+        engine_folder, monkeypatch, policy):
+    """As a fork adds them: vLLM's configuration has another name for the type of the KV cache."""
+    with started(engine_folder, policy) as engine:
+        monkeypatch.setitem(engine.wanted, "kv_cache_dtype", "auto")
+        with pytest.raises(AuditError, match=r"must have a reader.*kv_cache_dtype has not"):
+            verify.audit(engine)
+        monkeypatch.setitem(settings.READERS, "kv_cache_dtype", lambda engine: (
+            engine.llm.vllm_config.cache_config.cache_dtype))  # fmt: skip
+        check_settings(engine, kv_cache_dtype="auto")
+        monkeypatch.delitem(engine.wanted, "kv_cache_dtype")
+        with pytest.raises(AuditError, match=r"each reader a setting.*kv_cache_dtype has not"):
+            verify.audit(engine)
 
 
 def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folder, policy):

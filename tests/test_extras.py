@@ -112,6 +112,8 @@ def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
     (folder / "extras" / "tracker.py").write_text("def instal(run, options, parts):\n    pass\n")
     said = python("train.py", "--help", folder=folder, status=1).stderr
     assert "instal of extras.tracker has options but is no hook" in said
+    (folder / "extras" / "tracker.py").write_text("install = lambda run, options, parts: None\n")
+    python("train.py", "--help", folder=folder)
     parts = extras.OneOwner()
     parts.source, parts.writers = "usual", []
     parts.complete()

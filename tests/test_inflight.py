@@ -30,7 +30,7 @@ from extras.inflight import Group, GroupsInFlight
 from extras.masks import MaskedSampling
 from rl import Policy
 from tasks import Problem, Task, exact_match
-from verify import canary
+from verify import canary, settings
 from verify.errors import EngineStateError
 
 pytestmark = pytest.mark.engine
@@ -161,7 +161,7 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
         logits = []
         for each, inputs in ((old, ids[:, :cut]), *((policy, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
             body = each.model.base_model(input_ids=inputs, use_cache=True, **cache)
-            logits.append(each.head.logits(body.last_hidden_state[0]))
+            logits.append(each.head.scaled(each.head.affine(body.last_hidden_state[0])))
         kept = torch.log_softmax(torch.cat(logits) / 0.7, dim=-1).gather(1, ids[0, 1:, None])[first:, 0]  # (N,)
         of_old, of_new = (scored(each, [rollout], 0.7).old_logprobs[0, first:] for each in (old, policy))
         own = torch.cat([of_old[:before], of_new[before:]])
@@ -174,6 +174,9 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
 def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, monkeypatch):
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
     in_chunks = dict(enable_chunked_prefill=True, max_num_batched_tokens=128)
+    for name in in_chunks:
+        monkeypatch.setitem(settings.READERS, name, lambda engine, name=name: getattr(
+            engine.llm.vllm_config.scheduler_config, name))  # fmt: skip
     monkeypatch.setattr(canary, "length", lambda _: canary.PROMPT_TOKENS)  # a CPU splits no seeded prompt
     with backend(engine_folder, seed=1, further=in_chunks) as (policy, engine):
         flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=1)

@@ -6,15 +6,25 @@ test_corrections.py.
 
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from objectives import OBJECTIVES
+from objectives import OBJECTIVES, loss_weights
 
 
 def advantages(rewards: list[float], group_size: int, objective: str = "grpo") -> list[float]:
-    return OBJECTIVES[objective].advantages(torch.tensor(rewards, dtype=torch.float64), group_size, None)[:, 0].tolist()
+    """Of responses of one token, which the reference scores as the policy does: a fork's row may use both."""
+    ones = torch.ones(len(rewards), 1)
+    batch = SimpleNamespace(mask=ones, old_logprobs=-ones, behavior_logprobs=-ones, ref_logprobs=-ones)
+    scores = torch.tensor(rewards, dtype=torch.float64)
+    return OBJECTIVES[objective].advantages(scores, group_size, batch)[:, 0].tolist()
+
+
+def test_a_normalizer_is_one_of_three():
+    with pytest.raises(ValueError, match="normalizer must be token, sequence or constant, got tokens"):
+        loss_weights(torch.ones(2, 3), "tokens", 3)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -16,13 +16,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from helpers import built, command, forked, outcome, read_json, refusal, rows, tensors, train_here
 
 import train
 from extras.resume import refuse_changes
-from report.files import checkpoints, save_checkpoint
+from report.files import check_readable, checkpoints, save_checkpoint
+from tasks import Problem
 from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
@@ -52,6 +54,15 @@ def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ damaged, still whole
+@pytest.mark.parametrize("value", [numpy.float64(1.5), numpy.arange(3), Path("x"), Problem("", "", "")], ids=str)
+def test_a_state_that_no_resumed_run_could_read_is_refused_by_its_class_as_it_is_saved(tmp_path, value):
+    torch.save({"optimizer": torch.ones(2), "source": {"mine": [1, "a", (2.0, None), {3}]}}, tmp_path / "right.pt")
+    check_readable(tmp_path / "right.pt")
+    torch.save({"source": {"mine": [value]}}, tmp_path / "wrong.pt")
+    with pytest.raises(ValueError, match=r"a state_dict must have .*, got (numpy|pathlib|tasks)\."):
+        check_readable(tmp_path / "wrong.pt")
+
+
 def torn(out: Path) -> None:
     """As a kill in step 4 leaves it: rows of a later step, and a part of one; a checkpoint without its name."""
     checkpoint(out, 4).rename(out / "checkpoints" / "unfinished")

@@ -3,12 +3,14 @@
 import math
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import ROOT, python, task_of
 
 from engine_adapter import Rollout
-from tasks import Problem
+from tasks import Problem, Task, exact_match
 from tasks.options import Options
 from tasks.problem_files import try_reward
 from tasks.prompts import encode
@@ -204,8 +206,20 @@ def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerpr
     for evaluates, reward in ((False, 0.5), (True, 2.0)):
         rows = task.score(task.held_out[:1], [Rollout([1], 0, [5, 2])], evaluates)
         assert rows[0]["reward"] == reward
+    with pytest.raises(ValueError, match="a source's `answer` must give no rewards with eval_task"):
+        task.score(task.held_out[:1], [Rollout([1], 0, [5, 2], reward=0.5)], evaluates=True)
     with pytest.raises(ValueError, match=r"ZeroDivisionError.* on .*held_out.py, problem ., in a trial"):
         try_reward(task)
+
+
+def test_a_reward_is_finite_a_tensor_is_a_number_and_nothing_is_graded_where_all_have_a_reward():
+    def score(reward):
+        task = Task([], [], exact_match, grade=lambda groups: 1 / 0, tokenizer=SimpleNamespace(decode=str))
+        return task.score([Problem("q", "a", "s")], [Rollout([1], 0, [5], reward=reward)])[0]["reward"]
+
+    assert [type(score(torch.tensor(0.5))), score(2), score(math.nan)] == [float, 2, None]
+    with pytest.raises(ValueError, match="a reward must be finite, got inf on s"):
+        score(math.inf)
 
 
 def test_a_reward_without_return_is_noticed_before_the_engine_starts(tmp_path, capsys):

@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, small_model
 
 from engine_adapter import Sampling
-from extras.transformers_engine import TransformersEngine
+from extras.transformers_engine import Options, TransformersEngine, install
 from rl import Policy
 from verify.errors import EngineStateError
 
@@ -46,6 +47,12 @@ def test_it_samples_from_the_distribution_it_reports(policy):
     likely = {share: count / 4096 for (_, share), count in counts.items() if share > 0.02}
     assert len(likely) > 2
     assert all(abs(count - share) < 6 * (share / 4096) ** 0.5 for share, count in likely.items())
+
+
+def test_an_argument_of_vllm_is_refused():
+    parts = SimpleNamespace(engine={"further": {"kv_cache_dtype": "fp8"}})
+    with pytest.raises(ValueError, match="engine must be vllm with an option that sets an argument of vLLM"):
+        install(None, Options(engine="transformers"), parts)
 
 
 def test_a_load_of_an_engine_that_sleeps_is_refused(policy):

@@ -1,7 +1,6 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left."""
 
 import json
-import time
 
 import pytest
 from helpers import ROUNDING, built, python, rows
@@ -14,15 +13,13 @@ from train import train
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
 
-def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, tmp_path, capsys, monkeypatch):
+def test_curves_are_drawn_at_an_evaluation(good, tmp_path, capsys, monkeypatch):
     """Evaluations are before the first step, after each second one, and after the last."""
     save, drawn, out = Figure.savefig, [], tmp_path / "run"
     monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **named: (
         save(figure, *given, **named), drawn.append(figure)))  # fmt: skip
-    began = time.perf_counter()
     train(built(good, out, eval_problems=4, max_new_tokens=6, eval_every=2, steps=3, task=str(good / "task.py"),
                 group_size=8, temperature=2.0, objective="gspo", num_minibatches=1))  # fmt: skip
-    whole = time.perf_counter() - began
     table = rows(out)
     assert ["eval_reward" in row for row in table] == [True, False, True, True]
     assert len(drawn) == 2  # that before the first has no curve
@@ -30,10 +27,6 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     for line in (line for axis in drawn[-1].axes for line in axis.lines):
         points = [(row["step"], row[line.get_label()]) for row in table if row.get(line.get_label()) is not None]
         assert [*zip(*line.get_data(), strict=True)] == points
-    (first, second, last), took = ([row[name] for row in table[1:]] for name in ("left_s", "step_s"))
-    assert first >= 2 * took[0]
-    assert whole >= second >= (took[0] + took[1]) / 2
-    assert last == 0.0
     said = capsys.readouterr().out.splitlines()
     speed = f"    step {table[3]['step_s']:.2f} s: generate {table[3]['generate_s']:.2f} old_logprobs "
     assert [line[: len(speed)] for line in said if line.startswith("    step")][1:] == [speed]  # of the last
@@ -51,7 +44,7 @@ MEASURED = json.loads("""{
  "reward": 0.5, "response_len": 12.34, "trunc_frac": 1.0, "flat_frac": 0.5, "clip_rate": 0.01,
  "current_mismatch_abs_mean": 1e-05, "backend_clip_rate": 0.02, "entropy": 0.12, "grad_norm": 0.34, "lr": 0.001,
  "generate_s": 1, "update_s": 2,
- "sync_s": 3, "left_s": 7260.4, "kl_ref": 0.0, "kl_ref_max": 40, "groups_in_flight": 3, "staleness_mean": 0.5,
+ "sync_s": 3, "step_s": 806.7, "kl_ref": 0.0, "kl_ref_max": 40, "groups_in_flight": 3, "staleness_mean": 0.5,
  "staleness_max": 2, "tokens_wasted": 9, "kv_lost": 4, "skipped_updates": 1, "kl_only_updates": 1,
  "overflowed_updates": 2, "rejected_frac": 0.25, "kept_mass": 0.8, "engine_kept_mass": 0.9, "outside_frac": 0.01,
  "reward_errors": 5, "left_out": 6, "eval_reward": 0.7, "eval_reward_left_out": 0, "eval_reward_greedy": 0.9,
@@ -59,7 +52,7 @@ MEASURED = json.loads("""{
  "reward/length": -1}""")
 LINE = (
     "| reward 0.500 (right 0.250, length -1.000) | len  12.3 | trunc 100% | flat  50% | mismatch 1.0e-05 | clip "
-    " 1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121 min left |"
+    " 1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121.0 min left |"
     " kl_ref 0.0e+00 max 4.0e+01 | NO SIGNAL in 1 minibatch(es): flat, masked or rejected rows, no step | NO SIGNAL in"
     " 1 minibatch(es), a step by the KL alone | fp16 OVERFLOW in 2 minibatch(es): scale halved | 5 rewards FAILED | 6"
     " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 agree"
@@ -69,8 +62,8 @@ LINE = (
 )  # fmt: skip
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     (MEASURED, LINE), ({"eval_reward": None}, "| eval - greedy - agree -"),
-    (dict(reward=None, trunc_frac=0.5, left_s=59.4), "| reward - | len     - | trunc  50% | flat    - | mismatch "
-     "      - | clip     - backend     - | entropy - | gnorm - lr - | gen - upd - sync - s | 59 s left"),
+    (dict(reward=None, trunc_frac=0.5, step_s=4), "| reward - | len     - | trunc  50% | flat    - | mismatch "
+     "      - | clip     - backend     - | entropy - | gnorm - lr - | gen - upd - sync - s | 0.6 min left"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from report.errors import MANY, SMALLEST, within
-from verify import buffers, canary, experts, model_cases
+from verify import batch, buffers, canary, experts, model_cases  # noqa: F401
 from verify.errors import WeightLoadError
 from verify.proof import differing
 from verify.settings import audit  # noqa: F401  # a check like the others
@@ -48,6 +48,7 @@ class Checked:
     constants: dict[str, Tensor]  # copies of its buffers, which no load may change
     canary_limits: dict[int, float] = field(default_factory=dict)  # measured, by a prompt's length
     loads: int = 0
+    limit: float = canary.NATS  # the largest of its canaries, in nats
 
 
 def at_start(engine: Any) -> Checked:

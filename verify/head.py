@@ -17,7 +17,8 @@ def checked_logits(policy: Any, inputs: Tensor) -> Tensor:
     and scaling.
     """
     theirs = policy.model(input_ids=inputs, use_cache=False).logits
-    ours = policy.head.logits(policy.hidden(inputs).flatten(0, 1))  # (B T, V)
+    head, states = policy.head, policy.hidden(inputs).flatten(0, 1)  # (B T, H)
+    ours = head.scaled(head.affine(states))  # (B T, V)
     # fp32 agrees to rounding; a 16-bit head rounds each logit to 8 or 11 bits, and soft-capping
     # does it twice.
     allowed = theirs.abs().max() * (1e-5 if policy.model.dtype == torch.float32 else 2**-6) + 1e-6

@@ -1,6 +1,6 @@
 """The audit: settings as they are in force, read back from the live engine.
 
-A row of `engine_adapter.SETTINGS` has its reader here, by the last part of its argument.
+Each argument that `engine_adapter` or an option asks for has its reader here, by its last part.
 """
 
 from typing import Any
@@ -60,19 +60,24 @@ READERS = {
 }  # fmt: skip
 # Not observed: from the configuration alone.
 ECHOED = ["max_logprobs", "generation_config"]
+# Of graphs; cudagraph_mode shows whether there are some.
+NOT_READ = {"enforce_eager", "mode", "cudagraph_capture_sizes"}
 
 
 def audit(engine: Any) -> dict[str, Any]:
     """What is in force, read from the live engine's objects and arithmetic.
 
-    Raises: AuditError that names each setting that is not as wanted.
+    Raises: AuditError that names each setting that is not as wanted, and each that has no reader.
     """
     config, own_dtype = engine.llm.vllm_config, dtype_name(engine.dtype)
     model = config.model_config
     layers = [module for module in engine.vllm_model.modules() if hasattr(module, "impl")]
-    in_force = {name: read(engine) for name, read in READERS.items()}
     wanted = {"cudagraph_mode": "NONE", "model_dtype": own_dtype}
     wanted |= {name.rpartition(".")[2]: value for name, value in engine.wanted.items()}
+    if unpaired := (wanted.keys() - NOT_READ) ^ READERS.keys():
+        raise AuditError("each setting must have a reader in READERS, and each reader a setting"
+                         f" (None leaves its value to vLLM), {', '.join(sorted(unpaired))} has not")
+    in_force = {name: read(engine) for name, read in READERS.items()}
     if wanted["head_dtype"] == "model":
         wanted["head_dtype"] = own_dtype
     wrong = [f"{name} is {value!r}, not {wanted[name]!r}" for name, value in in_force.items()

@@ -1,0 +1,129 @@
+"""What a fork's source, advantage function, objective and token filter return is checked before it is trained on."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import SIXTEEN, built, config_of
+
+from engine_adapter import ParityFlags, Rollout, Source
+from objectives import OBJECTIVES, Objective, TokenLoss, grpo
+from tasks import Problem
+from train import train_step
+from verify.batch import check_advantages, check_averaged, check_rollouts
+from verify.errors import AuditError
+
+# ------------------------------------------------------------------------------------------------ rollouts
+PROBLEMS = [Problem("", "", "", [row, 5]) for row in range(3)]
+
+
+def right() -> list[Rollout]:
+    return [Rollout([*problem.prompt_ids, 7], 0, [1, 2], [-0.1, -0.2], [1, 1], "stop", trained=[False, True])
+            for problem in PROBLEMS for _ in range(2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [
+    lambda rollouts: rollouts[:4], lambda rollouts: [*rollouts, *rollouts], lambda rollouts: rollouts[1:],
+    lambda rollouts: rollouts[2:] + rollouts[:2], lambda rollouts: rollouts[::2] + rollouts[1::2],
+    *(lambda rollouts, change=change: [replace(rollouts[0], **change), *rollouts[1:]] for change in (
+        dict(logprobs=[-0.1]), dict(versions=[]), dict(trained=[True]), dict(trained=[True] * 3),
+        dict(trained=[0.5, 1.0]), dict(finish_reason=None), dict(token_ids=[], logprobs=[], versions=[], trained=[]),
+        dict(prompt_ids=[0]))),
+])  # fmt: skip
+def test_a_source_returns_g_whole_rollouts_of_each_problem_in_the_order_of_the_problems(fault):
+    config = config_of(num_prompts=3, group_size=2)
+    check_rollouts(PROBLEMS, right(), config)
+    with pytest.raises(ValueError, match=r"of a source must begin|a source must return 3 problems and 2 rollouts"):
+        check_rollouts(PROBLEMS, fault(right()), config)
+    with pytest.raises(ValueError, match="a source must return 3 problems"):
+        check_rollouts(PROBLEMS[:2], right()[:4], config)
+
+
+def test_advantages_are_finite_floating_numbers_of_rows_or_of_tokens():
+    mask, rows = torch.ones(4, 4), torch.ones(4, 1)
+    check_advantages(rows, mask)
+    check_advantages(mask.double(), mask)
+    shapes = rows[:, 0], mask[:1], mask[:2], mask[:, :2], rows[0, 0]
+    for wrong in (*shapes, rows.int(), rows * math.nan, rows * math.inf):
+        with pytest.raises(ValueError, match=r"advantages must be finite .* \(4, 4\), got"):
+            check_advantages(wrong, mask)
+
+
+def test_the_mean_of_the_loss_counts_each_token_that_a_filter_keeps_and_none_outside_the_mask():
+    mask, kept = torch.tensor([[0.0, 1, 1], [0, 1, 1]]), torch.tensor([[False, True, True], [False, False, True]])
+    for averaged in (mask, kept, mask > 0):
+        check_averaged(averaged, kept, mask)
+    for wrong in (torch.zeros_like(mask), torch.ones_like(mask), mask * math.nan, mask[:, :1], mask[:1]):
+        with pytest.raises(ValueError, match="a token filter's second mask"):
+            check_averaged(wrong, kept, mask)
+
+
+# ------------------------------------------------------------------------------------------------ in a step
+def longer_prompts(trainer, is_stale: bool = False) -> None:
+    class Longer(Source):
+        def next(self, step):
+            problems, rollouts = super().next(step)
+            for rollout in rollouts:
+                rollout.prompt_ids = [*rollout.prompt_ids, 5]
+                rollout.versions = [version - is_stale for version in rollout.versions]
+            return problems, rollouts
+
+    trainer.source = Longer(trainer.engine, trainer.run.task, trainer.run.sampling, 4, 2, 0)
+
+
+def objective(surrogate, **changes):
+    return lambda trainer: OBJECTIVES.update(grpo=Objective(surrogate, **changes))
+
+
+def detached(logprobs, *others):
+    return grpo(logprobs.detach(), *others)
+
+
+FAULTS = {
+    "prompts": (longer_prompts, AuditError, "the mismatch is .* nats, more than 10 times the canary's limit"),
+    "order": (lambda trainer: setattr(trainer.source, "answer", lambda *given: Source.answer(
+        trainer.source, *given)[::-1]), ValueError, "of a source must begin with its problem's prompt"),
+    "advantages": (objective(grpo, advantages=lambda scores, size, batch: scores), ValueError,
+                   "the advantage function of grpo failed: .*finite floating numbers"),
+    "none": (objective(grpo, advantages=lambda scores, size, batch: scores - batch.ref_logprobs), ValueError,
+             "the advantage function of grpo failed: TypeError"),
+    "surrogate": (objective(lambda *given: TokenLoss(grpo(*given).loss.sum(), grpo(*given).clipped)), ValueError,
+                  "a surrogate must return"),
+    "detached": (objective(detached), RuntimeError, "does not require grad"),
+    "filter": (lambda trainer: setattr(trainer.parts, "token_filter", lambda batch: (
+        batch.mask == 0, torch.ones_like(batch.mask))), ValueError, "a token filter's second mask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_is_not_trained_on_what_a_fork_returns_wrongly(good, tmp_path, monkeypatch, fault):
+    monkeypatch.setattr("train.OBJECTIVES", OBJECTIVES)
+    monkeypatch.setitem(OBJECTIVES, "grpo", OBJECTIVES["grpo"])  # restored
+    trainer = built(good, tmp_path, task=str(good / "task.py"), temperature=2.0)
+    before = trainer.policy.copied_weights()
+    plant, error, reason = FAULTS[fault]
+    plant(trainer)
+    with pytest.raises(error, match=reason):
+        train_step(trainer, 1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.policy.trained().items())
+
+
+@pytest.mark.parametrize("options", [dict(parity=ParityFlags(sampling_mask=False), top_p=0.9), {}], ids=["off", "on"])
+def test_with_a_fix_off_a_step_may_have_any_mismatch_and_stale_rows_may_always(good, tmp_path, options):
+    trainer = built(good, tmp_path, temperature=2.0, **options)
+    longer_prompts(trainer, is_stale=not options)
+    assert train_step(trainer, 1).metrics["mismatch_abs_mean"] > 0.1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.05), (SIXTEEN, 4.0)])
+def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_path, dtype, scale):
+    """Neither the proof nor the canary sees it: they come before. In 16 bits the limit is a multiple of the noise."""
+    trainer = built(good, tmp_path, engine="vllm", dtype=str(dtype).removeprefix("torch."), lr=1e-5)
+    train_step(trainer, 1)
+    with torch.no_grad():
+        for parameter in trainer.policy.model.parameters():
+            parameter.mul_(scale)
+    with pytest.raises(AuditError, match=r"the mismatch is .* nats, more than 10 times the canary's limit"):
+        train_step(trainer, 2)

@@ -1,0 +1,41 @@
+"""What a source of rollouts, an advantage function and a token filter must return."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def check_rollouts(problems: list, rollouts: list, config: Any) -> None:
+    """Raises: ValueError unless these are P problems, and G finished rollouts of each, group-major.
+    """
+    prompts = [problem.prompt_ids for problem in problems for _ in range(config.group_size)]
+    if len(problems) != config.num_prompts or len(rollouts) != len(prompts):
+        raise ValueError(f"a source must return {config.num_prompts} problems and"
+                         f" {config.group_size} rollouts of each, got {len(problems)} problems and"
+                         f" {len(rollouts)} rollouts")
+    for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
+        tokens, trained = rollout.token_ids, rollout.trained
+        lengths = {*map(len, (tokens, rollout.logprobs, rollout.versions, trained or tokens))}
+        if (rollout.prompt_ids[: len(prompt)] != prompt or not rollout.finish_reason or not tokens
+                or len(lengths) > 1 or {*trained} - {True, False}):
+            raise ValueError(f"rollout {row} of a source must begin with its problem's prompt"
+                             f" {prompt}, be finished, have at least one token, and for each token"
+                             f" an entry in its lists (a bool in `trained`), got {rollout}")
+
+
+def check_advantages(advantages: Tensor, mask: Tensor) -> None:
+    """Raises: ValueError unless they are (B, 1) or (B, T), floating, and finite."""
+    right = advantages.shape in (mask.shape, mask[:, :1].shape) and advantages.is_floating_point()
+    if not (right and advantages.isfinite().all()):  # outside the mask too: 0 * nan is nan
+        raise ValueError("advantages must be finite floating numbers, (B, 1) or (B, T) ="
+                         f" {tuple(mask.shape)}, got {tuple(advantages.shape)}: {advantages}")
+
+
+def check_averaged(averaged: Tensor, kept: Tensor, mask: Tensor) -> None:
+    """Raises: ValueError unless the mean of the loss counts all tokens that a filter has kept, and
+    none outside the mask. Shapes: (B, T) each.
+    """
+    if averaged.shape != mask.shape or not ((kept <= averaged) & (averaged <= mask)).all():
+        raise ValueError("a token filter's second mask, what the mean of the loss counts, must be"
+                         f" (B, T) = {tuple(mask.shape)} with 1 on each token of the batch's mask"
+                         f" that is not rejected, and 0 outside that mask, got {averaged}")

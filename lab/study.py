@@ -29,10 +29,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from io import StringIO
 from itertools import chain
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -63,8 +64,14 @@ from report.errors import (
     stage,
     within,
 )
-from report.files import provenance, read_json, read_rows
-from train import Config
+from report.files import (
+    provenance,
+    read_json,
+    read_rows,
+    refuse_changes,
+    refuse_other_prompts,
+)
+from train import Config, prepare
 from verify.start import prepare_environment
 
 Record = dict[str, Any]  # as JSON has it
@@ -128,6 +135,14 @@ class Options:
 
 
 # ---------------------------------------------------------------------------------- runs
+@cache
+def job_of(config: Config) -> tuple[Record, Record, bool]:
+    """`files` and `prompts` of a run that begins now, and whether its seed decides the problems."""
+    with redirect_stdout(StringIO()):
+        run, again = prepare(config), prepare(config)
+    return run.files, run.task.prompts_record, run.task.fingerprint == again.task.fingerprint
+
+
 @dataclass(frozen=True)
 class Run:
     """A cell with a seed."""
@@ -170,15 +185,27 @@ class Run:
         return read_json(self.folder / "config.json") | mark
 
     def check_options(self) -> None:
-        """Of a finished run. Raises: ValueError if it had other options."""
-        stored = read_json(self.folder / MARK)["options"]
-        stored, wanted = (json.loads(json.dumps(self.config.defaults() | options))
-                          for options in (stored, self.options))
-        changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
-                   for key in stored | wanted if stored.get(key) != wanted.get(key)]
-        if changed:
-            raise ValueError(f"runs in out must have the options of this call, {self.folder} has"
-                             f" {'; '.join(changed)}; choose another --out")
+        """Of a finished run. Raises: ValueError if one of this call would be another one."""
+        whose, record = f"the finished run {self.folder}", self.origin("")
+        defaults = self.config.defaults()
+        refuse_changes("options", defaults | self.options, defaults | record["options"], whose)
+        if self.cell.program != "train":
+            return
+        steps = [row["step"] for row in read_rows(self.folder / "metrics.jsonl")]
+        if steps != [*range(self.config.steps + 1)]:
+            raise ValueError(f"{whose} must have the steps 0 to {self.config.steps} in"
+                             f" metrics.jsonl, it has {len(steps)}; delete it to repeat it")
+        files, prompts, is_decided = self.job
+        if is_decided:
+            refuse_changes("model and its task", record["files"] | files, record["files"], whose)
+            refuse_other_prompts(prompts, record["prompts"], whose)
+
+    @property
+    def job(self) -> tuple[Record, Record, bool]:
+        config = self.config
+        return job_of(Config(
+            out=os.devnull, steps=0, seed=config.seed, model=config.model, task=config.task,
+            max_new_tokens=config.max_new_tokens, data=config.data))
 
 
 class Plan:
@@ -221,7 +248,8 @@ class Plan:
         """
         counted = {}
         for name in self.study.cells:
-            folders = [each.parent.name for each in self.out.glob(f"runs/{name}-seed*/config.json")]
+            folders = [each.parent.name
+                       for each in self.out.glob(f"runs/{name}-seed*[0-9]/config.json")]
             for seed in sorted(int(folder.rpartition("-seed")[2]) for folder in folders):
                 run = self.run(name, seed)
                 if run.finished:
@@ -408,6 +436,8 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
             for run in plan.chosen()}
     workload = f"{plan.study.workload} {plan.rehearsal}".strip()
     record |= {"workload": workload, "cells": cells, "crashed": crashed}
+    if not all(run.job[2] for runs in plan.counted().values() for run in runs):
+        record["note"] = " The task draws other problems in each run, so nothing is paired."
     replace_file(plan.record, one_line_a_cell(record))
     return record
 
@@ -508,7 +538,7 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
         f" {record['commit']}{changed}.\n\n"
         "Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
-        f" seeds ± half of its 95 % interval.\n\n{table}"
+        f" seeds ± half of its 95 % interval.{record.get('note', '')}\n\n{table}"
     )
     title = "outcomes" if "outcomes" in record else "crashed"
     listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
@@ -578,8 +608,7 @@ def main(arguments: list[str] | None = None) -> int:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])
             with stage(f"reading the record {path}"):
                 record = read_json(path)
-                cells = record["cells"]
-            print(shown(record, options.metrics, options.chosen(cells)))
+                print(shown(record, options.metrics, options.chosen(record["cells"])))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         if plan.rehearsal:

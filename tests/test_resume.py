@@ -20,9 +20,8 @@ import torch
 from helpers import command, forked, outcome, read_json, refusal, rows, tensors, train_here
 
 import train
-from extras.resume import refuse_changes
 from lab import export
-from report.files import save_policy
+from report.files import refuse_changes, save_policy
 from train import Config
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.

@@ -98,7 +98,7 @@ def test_what_the_trainer_recorded_is_judged_as_the_engines_values_are(line):
     kind, judged = line.split(": ", 1)
     policy, old = policy_in(TINY, torch.float32), policy_in(TINY, torch.float32)
     move(old)
-    group, trainer, blamed = ("topk", "temperature", [judged]) if kind == "mask" else ("t0.7", "processed", [])
+    group, trainer, blamed = ("t0.7_k20", "temperature", [judged]) if kind == "mask" else ("t0.7", "processed", [])
     trace = stored("v0_0.8.5_fp32")[group]
     rollouts = trace.rollouts[:16]
     batch = scored(old if kind == "earlier" else policy, rollouts, 1.0 if kind == "temperature 1" else 0.7)

@@ -14,9 +14,8 @@ of two numbers, and mostly writes the smaller one. The second unlearns it, and t
 Raw log-probabilities are those at temperature 1, so before any update a ratio is p_0.7 / p_1, far
 below 1 for unlikely tokens. The clip removes the gradient of those in wrong answers, and the policy
 drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
-Left out, but in train.py: settings that are read back (verify/), fp32 masters (rl.py), --objective
-and --kl-coef (objectives.py), passes over a file (tasks/), and in extras/ --resume (resume.py),
---inflight-groups (inflight.py), --reject (rejection.py), --top-p (sampling_mask.py) and others.
+Left out, but in train.py: settings that are read back (verify/), fp32 masters (rl.py), --objective,
+--kl-coef, passes over a file (tasks/); in extras/ --resume, --inflight-groups, --reject, --top-p.
 """
 
 import json
@@ -31,8 +30,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
-from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerFast, set_seed
 
 from verify.proof import differing  # one file: all that a copy of this page needs beside it
 
@@ -86,6 +84,8 @@ class Config:
             raise ValueError("num_minibatches must divide num_prompts * group_size")
         if self.group_size < 2 or self.num_prompts > num_training:
             raise ValueError(f"group_size must be 2 or more, num_prompts at most {num_training}")
+        if Path(self.out).resolve() == Path(self.model).resolve():
+            raise ValueError("out must not be the model's folder")
         if raw and (self.temperature == 1 or not self.two_policy):
             print("note: raw values change the loss only with --two-policy, temperature not 1")
         if cached and (ON_GPU or longest_prompt <= self.block_size):
@@ -96,7 +96,7 @@ class Config:
 
 def train(config: Config):
     """Yields metrics and rollouts of each step; saves the policy after the last one."""
-    tokenizer = Tokenizer.from_pretrained(config.model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model)
     problems = read_problems(config.task, tokenizer)
     shuffled = random.Random(config.seed).sample(problems, len(problems))
     held_out = shuffled[: max(1, round(0.1 * len(problems)))]
@@ -117,6 +117,7 @@ def train(config: Config):
     stop = sorted(named - {None})
     if not stop:
         raise ValueError(f"{config.model} must name a stop token, or no response ends")
+    Path(config.out).mkdir(parents=True, exist_ok=True)  # an error comes now, not after the steps
     llm = start_engine(config, longest_prompt + config.max_new_tokens)
     load(llm, model)
     draw = random.Random(config.seed)
@@ -141,8 +142,7 @@ def train(config: Config):
         mask, behavior_logprobs = batch[2:]
         micro = torch.arange(len(mask)).split(max(1, config.micro_batch_tokens // mask.shape[1]))
         with torch.no_grad():
-            old = [score(model, batch, rows, config.temperature) for rows in micro]
-        old_logprobs = torch.cat(old)  # (B, T)
+            old_logprobs = torch.cat([score(model, batch, rows, config) for rows in micro])
         mismatch = old_logprobs - behavior_logprobs  # (B, T)
         mismatch_abs_mean = (mismatch.abs().sum() / mask.sum()).item()
         if config.processed_logprobs and config.uncached_runtime and config.fp32_head:
@@ -248,13 +248,13 @@ def make_batch(rollouts: list[RequestOutput]) -> list[Tensor]:
     return [nn.utils.rnn.pad_sequence(part, True).to(DEVICE) for part in zip(*rows, strict=True)]
 
 
-def score(model, batch: list[Tensor], rows: Tensor, temperature: float) -> Tensor:
+def score(model, batch: list[Tensor], rows: Tensor, config: Config) -> Tensor:
     """log softmax(logits / temperature)[target] of some rows, 0 outside the mask: (b, T)."""
     inputs, targets, mask, _ = (values[rows] for values in batch)
     response = mask > 0  # (b, T), N of them true
     hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # (b, T, H)
     weight = model.get_output_embeddings().weight  # (V, H)
-    logits = hidden[response].float() @ weight.float().T / temperature  # (N, V)
+    logits = hidden[response].float() @ weight.float().T / config.temperature  # (N, V)
     logprobs = logits.log_softmax(dim=-1).gather(-1, targets[response][:, None])  # (N, 1)
     return torch.zeros_like(mask).masked_scatter(response, logprobs)
 
@@ -267,7 +267,7 @@ def update(model, optimizer, batch, advantages, denominator, correction, config)
             continue  # AdamW would move the weights by momentum alone
         num_tokens = mask[minibatch].sum()  # so the losses of its micro-batches add up
         for rows in minibatch.split(max(1, config.micro_batch_tokens // mask.shape[1])):
-            logprobs = score(model, batch, rows, config.temperature)
+            logprobs = score(model, batch, rows, config)
             ratio = torch.exp(logprobs - denominator[rows])  # (b, T)
             unclipped = ratio * advantages[rows]
             clipped = ratio.clamp(1 - config.clip, 1 + config.clip) * advantages[rows]

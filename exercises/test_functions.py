@@ -20,11 +20,11 @@ def equal(found, expected, what):
 
 
 def test_shift_and_pad():
-    """Prompt 1 2 with response 5 9, which the stop token 9 ends; prompt 3 with response 6."""
-    candidates = [[{7: -1.0, 5: -3.0, 8: -6.0}, {9: -2.0}], [{6: -4.0}]]
-    found = torch.stack(functions.shift_and_pad([[1, 2], [3]], [[5, 9], [6]], candidates))
-    equal(found[:, 0], table("1 2 5 / 2 5 9 / 0 1 1 / 0 -3 -2"),
-          "inputs, targets, mask, log-probabilities of prompt 1 2 with response 5 9 (9 stops)")
+    """Prompt 1 5 with response 5 0, which the stop token 0 ends; prompt 3 with response 6."""
+    candidates = [[{7: -1.0, 5: -6.0, 8: -3.0}, {0: 0.0}], [{6: -4.0}]]
+    found = torch.stack(functions.shift_and_pad([[1, 5], [3]], [[5, 0], [6]], candidates))
+    equal(found[:, 0], table("1 5 5 / 5 5 0 / 0 1 1 / 0 -6 0"),
+          "inputs, targets, mask, log-probabilities of prompt 1 5 with response 5 0 (0 stops)")
     equal(found[1:, 1], table("6 0 0 / 1 0 0 / -4 0 0"),
           "targets, mask, log-probabilities of prompt 3 with response 6, padded")
     equal(found[0, 1, [0, 2]], [3, 0], "first and last input of prompt 3 with response 6")
@@ -60,15 +60,15 @@ def test_token_logprobs():
 
 
 def test_clipped_loss():
-    """Ratios 0.5, 1.1, 1.5, and exp(900) outside the mask; bounds 0.8 and 1.3."""
+    """Ratios 0.5, 1.1, 4, and exp(900) outside the mask; bounds 0.8 and 1.3."""
     mask, advantages = table("1 1 1 0 / 1 1 1 0"), table("1 / -1")
-    logprobs = table("0.5 1.1 1.5 1 / 0.5 1.1 1.5 1").log().requires_grad_()
+    logprobs = table("0.5 1.1 4 1 / 0.5 1.1 4 1").log().requires_grad_()
     loss = functions.clipped_loss(logprobs, 900 * (mask - 1), advantages, mask, 0.2, 0.3)
-    equal(loss.detach(), table("-0.5 -1.1 -1.3 0 / 0.8 1.1 1.5 0"),
-          "losses at the ratios 0.5, 1.1, 1.5; advantage 1, then -1; last column: padding")
+    equal(loss.detach(), table("-0.5 -1.1 -1.3 0 / 0.8 1.1 4 0"),
+          "losses at the ratios 0.5, 1.1, 4; advantage 1, then -1; last column: padding")
     loss.sum().backward()
-    equal(logprobs.grad, table("-0.5 -1.1 0 0 / 0 1.1 1.5 0"),
-          "gradients at the ratios 0.5, 1.1, 1.5; advantage 1, then -1; last column: padding")
+    equal(logprobs.grad, table("-0.5 -1.1 0 0 / 0 1.1 4 0"),
+          "gradients at the ratios 0.5, 1.1, 4; advantage 1, then -1; last column: padding")
 
 
 def test_accumulate():
@@ -86,26 +86,25 @@ def test_accumulate():
 
 
 def test_importance_weights():
-    """Ratios 0.25, 3, and a hundred times 0.99; exp(900) outside the mask; the cap is 2."""
-    ratios, mask = table("0.25 3" + " 0.99" * 101), table("1 " * 102 + "0")
+    """Ratios 0.01, 3, and a hundred times 0.99; exp(900) outside the mask; the cap is 2."""
+    ratios, mask = table("0.01 3" + " 0.99" * 101), table("1 " * 102 + "0")
     given = ratios.log().requires_grad_(), 900 * (mask - 1), mask, 2.0
     found = functions.importance_weights(*given, two_policy=False)
     assert not found.requires_grad, "a weight is a constant: the loss has no gradient through it"
-    equal(found, table("0.25 2" + " 0.99" * 100 + " 0"),
-          "weights of the ratios 0.25, 3, 0.99, 0.99, ... of one response; the cap is 2")
+    equal(found, table("0.01 2" + " 0.99" * 100 + " 0"),
+          "weights of the ratios 0.01, 3, 0.99, 0.99, ... of one response; the cap is 2")
     equal(functions.importance_weights(*given, two_policy=True), mask,
           "weights where the loss has the ratio pi / mu: it needs no second correction")
 
 
 def test_mismatch_figures():
-    """Ratios trainer / engine 0.5, 1.5, 1.5; outside the mask 100."""
-    old, mask = table("0.5 1.5 1.5 100").log(), table("1 1 1 0")
-    found = functions.mismatch_figures(old - 2, mask - mask - 2, mask)
-    for name, value in {
-        "mismatch_abs_mean": log(4.5) / 3, "mismatch_max": log(2),
-        "mismatch_kl": (0.5 - log(1.125)) / 3, "ess": 3.5**2 / (3 * 4.75),
-    }.items():
-        equal(found[name], value, f"{name} at the ratios trainer / engine 0.5, 1.5, 1.5")
+    """Ratios trainer / engine 0.5 or 2, and 1.5 in either row; outside the mask 100."""
+    for first, kl, ess in (0.5, 0.5 - log(1.125), 3.5**2 / 4.75), (2, 2 - log(4.5), 5**2 / 8.5):
+        old, mask = table(f"{first} 1.5 / 1.5 100").log(), table("1 1 / 1 0")
+        found = functions.mismatch_figures(old - 2, mask - mask - 2, mask)
+        for name, value in {"mismatch_abs_mean": log(4.5) / 3, "mismatch_max": log(2),
+                            "mismatch_kl": kl / 3, "ess": ess / 3}.items():
+            equal(found[name], value, f"{name} at the ratios trainer / engine {first}, 1.5 / 1.5")
 
 
 def test_audit_head():

@@ -1,14 +1,22 @@
 """`--resume`: a run goes on from its newest checkpoint, with the same options, model and task."""
 
 import json
-import operator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from report.errors import replace_file, stage
-from report.files import STEP, TABLES, checkpoints, read_checkpoint, read_json, read_rows
+from report.files import (
+    STEP,
+    TABLES,
+    checkpoints,
+    read_checkpoint,
+    read_json,
+    read_rows,
+    refuse_changes,
+    refuse_other_prompts,
+)
 
 NOT_OF_THE_EXPERIMENT = {"resume"}
 
@@ -89,30 +97,6 @@ def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
             f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy, or"
             " a folder in checkpoints/ of an unfinished run, and another --out (optimizer and KL"
             " reference start anew)")
-
-
-def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Raises: ValueError that names the values which are not as in the run to be resumed."""
-    now, before = json.loads(json.dumps([now, before]))  # tuples become lists
-    changed = sorted(name for name in now.keys() | before.keys()
-                     if now.get(name) != before.get(name))
-    if changed:
-        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
-                         " try another --out")
-
-
-def refuse_other_prompts(now: dict[str, str], before: dict[str, str]) -> None:
-    """Raises: ValueError if the prompts are not as in the run to be resumed."""
-    if now == before:
-        return
-    new, old = now["first"], before["first"]
-    differ = [*map(operator.ne, new, old), True]  # at the end at the latest
-    start = max(0, differ.index(True) - 30)
-    there = slice(start, start + 60)
-    raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
-                     f" now, such as {new[there]!r} in place of {old[there]!r}. A chat template can"
-                     " write the date: try --chat-template-args"
-                     ' \'{"date_string": "..."}\', with the name that the template gives it')
 
 
 def go_on(step: int, trainer: Any, record: dict[str, Any]) -> None:

@@ -24,8 +24,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from io import StringIO
 from itertools import chain
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -53,8 +55,15 @@ from report.errors import (
     stage,
     within,
 )
-from report.files import provenance, read_json, read_rows
-from train import Config
+from report.files import (
+    provenance,
+    read_json,
+    read_rows,
+    refuse_changes,
+    refuse_other_prompts,
+)
+from tasks.job import digests
+from train import Config, prepare
 from verify.start import prepare_environment
 
 Record = dict[str, Any]  # as JSON has it
@@ -112,6 +121,15 @@ class Options:
 
 
 # ---------------------------------------------------------------------------------- runs
+@cache
+def job_of(config: Config) -> tuple[Record, Record, bool]:
+    """`files` and `prompts` of a run that begins now, and whether its seed decides the problems."""
+    with redirect_stdout(StringIO()):
+        run, again = prepare(config), prepare(config)
+    files = digests(config.task, config.data, run.task, config.model, run.folder)
+    return files, run.task.prompts_record, run.task.fingerprint == again.task.fingerprint
+
+
 @dataclass(frozen=True)
 class Run:
     """A cell with a seed."""
@@ -135,15 +153,25 @@ class Run:
         return read_json(self.folder / "config.json") | mark
 
     def check_options(self) -> None:
-        """Of a finished run. Raises: ValueError if it had other options."""
-        stored = read_json(self.folder / MARK)["options"]
-        stored, wanted = (json.loads(json.dumps(self.config.defaults() | options))
-                          for options in (stored, self.options))
-        changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
-                   for key in stored | wanted if stored.get(key) != wanted.get(key)]
-        if changed:
-            raise ValueError(f"runs in out must have the options of this call, {self.folder} has"
-                             f" {'; '.join(changed)}; choose another --out")
+        """Of a finished run. Raises: ValueError if one of this call would be another one."""
+        whose, record = f"the finished run {self.folder}", self.origin("")
+        defaults = self.config.defaults()
+        refuse_changes("options", defaults | self.options, defaults | record["options"], whose)
+        steps = [row["step"] for row in read_rows(self.folder / "metrics.jsonl")]
+        if steps != [*range(self.config.steps + 1)]:
+            raise ValueError(f"{whose} must have the steps 0 to {self.config.steps} in"
+                             f" metrics.jsonl, it has {len(steps)}; delete it to repeat it")
+        files, prompts, is_decided = self.job
+        if is_decided:
+            refuse_changes("model and its task", record["files"] | files, record["files"], whose)
+            refuse_other_prompts(prompts, record["prompts"], whose)
+
+    @property
+    def job(self) -> tuple[Record, Record, bool]:
+        config = self.config
+        return job_of(Config(
+            out=os.devnull, steps=0, seed=config.seed, model=config.model, task=config.task,
+            max_new_tokens=config.max_new_tokens, data=config.data))
 
 
 class Plan:
@@ -180,7 +208,7 @@ class Plan:
         """
         counted = {}
         for name in self.study.cells:
-            folders = [each.parent.name for each in self.out.glob(f"runs/{name}-seed*/{MARK}")]
+            folders = [each.parent.name for each in self.out.glob(f"runs/{name}-seed*[0-9]/{MARK}")]
             for seed in sorted(int(folder.rpartition("-seed")[2]) for folder in folders):
                 run = self.run(name, seed)
                 run.check_options()
@@ -290,6 +318,8 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
                           for name in origins[0]["versions"]}
     record |= {"workload": plan.study.workload, "cells": cells, "crashed": crashed}
+    if not all(run.job[2] for runs in plan.counted().values() for run in runs):
+        record["note"] = " The task draws other problems in each run, so nothing is paired."
     replace_file(plan.record, one_line_a_cell(record))
     return record
 
@@ -402,7 +432,7 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str], narrow: 
     wide = record.get("wide_products")  # of lab/products.py, in commit 4d0d4e9
     products = f" (products of {wide} in float32, rounded)" if wide else ""
     text = (f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
-            f" {record['commit']}{changed}.\n\n{how}\n\n{table}")
+            f" {record['commit']}{changed}.\n\n{how}{record.get('note', '')}\n\n{table}")
     title = "outcomes" if "outcomes" in record else "crashed"
     listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
     return f"{text}\n\n**{title.capitalize()}**\n{listed}" if listed else text
@@ -436,8 +466,8 @@ def main(arguments: list[str] | None = None) -> int:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])
             with stage(f"reading the record {path}"):
                 record = read_json(path)
-                cells = record["cells"]
-            print(report(record, options.metrics, options.chosen(cells), options.narrow))
+                chosen = options.chosen(record["cells"])
+                print(report(record, options.metrics, chosen, options.narrow))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         with locked(str(plan.out)):

@@ -8,7 +8,7 @@ from typing import Literal
 class Cause:
     """One thing that the engine (or the trainer) does differently."""
 
-    layer: Literal["semantics", "inference path", "numerics"]
+    layer: Literal["semantics", "inference path", "numerics", "trainer"]
     name: str
     repair: str
 
@@ -36,6 +36,10 @@ STALE = Cause("inference path", "weights {} update(s) old",
               " (--model)")
 WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones",
                        "match responses to prompts by request id, or send these again, alone")
+
+TRAINER = Cause("trainer", "recorded log-probabilities, judged as an engine's would be: {}",
+                "score the sampled tokens, each at its place, with the weights of --model, the"
+                " trace's sampling, --trainer and --trainer-head")
 
 HEAD = Cause("numerics", "head in 16 bits {}",
              'an fp32 head on both sides, hf_overrides={"head_dtype": "float32"} in vLLM'

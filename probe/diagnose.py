@@ -104,6 +104,13 @@ def diagnose(
             named.append(causes.HEAD.of("in the trainer"))
         if best.wrong.any():
             named.append(causes.WRONG_REQUESTS)
+        if trace.trainer_logprobs:
+            rollouts = [replace(rollout, logprobs=values) for rollout, values
+                        in zip(trace.rollouts, trace.trainer_logprobs, strict=True)]
+            own = diagnose(policy, replace(trace, rollouts=rollouts, trainer_logprobs=[]), earlier,
+                           trainer)
+            if own.status != "parity":
+                named.append(causes.TRAINER.of(own.blamed))
     status = "parity"
     if named:
         status = "mismatch"

@@ -70,8 +70,11 @@ def audit_head(engine, asked):
 
 # ------------------------------------------------------------------------------------------------ the traps
 # A function | its right code | the wrong one | the message of a student's test.
-TRAPS = r"""# The stop token outside the mask.
-rl.make_batch | torch.float32)[:, 1:] | torch.float32)[:, 1:] * (ids[:, 1:] != 9) | response 5 9
+TRAPS = r"""# Token 0 outside the mask.
+rl.make_batch | torch.float32)[:, 1:] | torch.float32)[:, 1:] * (ids[:, 1:] != 0) | response 5 0
+# Probability 1 outside the mask; the response where its first token is.
+rl.make_batch | mask=mask | mask=(logprobs[:, 1:] != 0).float() | response 5 0
+shift_and_pad | batch.mask | batch.mask.roll(-1) | response 5 0
 # The std of equal rewards.
 objectives.centre | groups - groups.gather(1, counted.argmax(dim=1, keepdim=True)) | groups | carry no signal
 # The product in 16 bits; a full softmax under top-k.
@@ -79,6 +82,9 @@ token_logprobs | torch.float32 | torch.bfloat16 | more digits than bfloat16
 token_logprobs | mask_outside(logits, kept[chunk]) | logits | kept \[\[0, 2], \[1, 2]]
 # 0 times infinity outside the mask.
 objectives.grpo | (logprobs - denominator) * mask | (logprobs - denominator) | losses at the ratios
+# A bound for a negative advantage; a lower one for weights.
+clipped_loss | objectives.grpo(*given[:4] | objectives.grpo(given[0].clamp(max=0.47), *given[1:4] | losses at the ratios
+objectives.truncated | .clamp(max=cap) | .clamp(cap**-2, cap) | weights of the ratios 0.01
 # Another epsilon; inputs padded with 1.
 objectives.group_advantages | 1e-4 | 1e-8 | 1e-4 apart
 rl.make_batch | inputs=ids[:, :-1] | inputs=ids[:, :-1] + (ids[:, :-1] == 0) | first and last input
@@ -90,6 +96,9 @@ objectives.truncated | ratio.detach() | ratio | a weight is a constant
 importance_weights | "off" | "token" | no second correction
 # KL the wrong way round.
 metrics.of_mismatch | (old_logprobs - behavior | (behavior_logprobs - old | mismatch_kl
+# The largest of one side; a mean of means.
+metrics.of_mismatch | mismatch.abs().max() | mismatch.neg().max() | mismatch_max at the ratios trainer / engine 2
+metrics.of_mismatch | mismatch.abs().mean() | mismatch[[0, 1, 2, 2]].abs().mean() | mismatch_abs_mean
 # The dtype after the cast.
 audit_head | if asked | if (found := str(engine.logits().dtype)[6:]) and asked | no error"""
 

@@ -215,7 +215,9 @@ OPTIONS = """--tis-cap 2 --no-fp32-head: tis_cap needs all fixes, and two_policy
 --dtype bfloat16 --lr 1e-6: dtype must be float32, or bfloat16 with lr
 --num-minibatches 5: num_minibatches must divide num_prompts * group_size
 --group-size 1: group_size must be 2 or more
---num-prompts 12: num_prompts at most 11"""
+--num-prompts 12: num_prompts at most 11
+--out {task}: File exists: '{task}'
+--out {model}/: out must not be the model's folder"""
 
 
 def test_page_refuses_before_the_engine_starts(options, tmp_path):
@@ -235,9 +237,11 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
         folder = shutil.copytree(options["model"], tmp_path / name)
         spoil(folder)
         assert complaint in refusal("--model", str(folder)), name
-    for line in OPTIONS.splitlines():
+    before = {file: file.read_bytes() for file in Path(options["model"]).iterdir()}
+    for line in OPTIONS.format(**options).splitlines():
         words, _, complaint = line.partition(": ")
         assert complaint in refusal(*words.split()), words
+    assert {file: file.read_bytes() for file in Path(options["model"]).iterdir()} == before
 
 
 NUMBERS = "42 is 42; so 1,200.50 left. is 1200.50; x = -3 is -3; -$7 is -7; #### 8 is 8; 2x is None; 1+2 is None; "

@@ -91,6 +91,8 @@ def test_every_group_is_trained_on_once_or_in_flight(engine_folder, options, roo
             flight.groups += map(numbered, range(waiting, submitted))
             taken += flight.take(4)
             newest = questions(taken)[-4:]
+            ages = [engine.weight_version - min(each.versions) for group in taken[-4:] for each in group.rollouts]
+            assert max(ages) <= 1
             assert newest == sorted(newest)
             assert min(questions(group for group in flight.groups if group.complete), default=999) > newest[-1]
             move_and_load(policy, engine, seed=step)

@@ -19,6 +19,7 @@ from helpers import (
     policy_in,
     qwen2,
     refusal,
+    scored,
     started,
     stored,
 )
@@ -81,6 +82,38 @@ def test_the_migration_from_v0_to_v1_is_diagnosed(reference, line):
             count = 16 if trace.dtype == "float32" else 64  # 16 bits need more tokens
             verdict = diagnose(reference[trace.dtype], replace(trace, rollouts=trace.rollouts[:count]))
             assert verdict.blamed == expected, f"{trace.name}: {verdict.sentence}"
+
+
+# What the trainer recorded, and how that is judged.
+OWN = """right: parity
+temperature 1: {RAW}
+earlier: inference path: weights 1 update(s) old
+zeros: unexplained
+one row: inference path: wrong requests among right ones
+mask: semantics: mask or penalties applied by the sampler and not by the trainer"""
+
+
+@pytest.mark.parametrize("line", OWN.format(RAW=RAW).splitlines())
+def test_what_the_trainer_recorded_is_judged_as_the_engines_values_are(line):
+    kind, judged = line.split(": ", 1)
+    policy, old = policy_in(TINY, torch.float32), policy_in(TINY, torch.float32)
+    move(old)
+    group, trainer, blamed = ("t0.7_k20", "temperature", [judged]) if kind == "mask" else ("t0.7", "processed", [])
+    trace = stored("v0_0.8.5_fp32")[group]
+    rollouts = trace.rollouts[:16]
+    batch = scored(old if kind == "earlier" else policy, rollouts, 1.0 if kind == "temperature 1" else 0.7)
+    own = [row[mask > 0].tolist() for row, mask in zip(batch.old_logprobs, batch.mask, strict=True)]
+    if kind == "zeros":
+        own = [[0.0] * len(row) for row in own]
+    if kind == "one row":
+        own[3] = [value - 2 for value in own[3]]
+    if kind == "mask":
+        own = [rollout.logprobs for rollout in rollouts]
+    verdict = diagnose(policy, replace(trace, rollouts=rollouts, trainer_logprobs=own), [old.copied_weights()], trainer)
+    if judged != "parity":
+        blamed += [f"trainer: recorded log-probabilities, judged as an engine's would be: {judged}"]
+    assert verdict.blamed == ("; and ".join(blamed) or "parity")
+    assert verdict.status == ("mismatch" if blamed else "parity")
 
 
 def test_no_cause_fits_beside_that_which_explains_a_trace(reference):

@@ -1,15 +1,30 @@
 """Each load is proven: a tensor that the engine holds otherwise than it was sent is named, by one bit, in any dtype."""
 
+import gc
 import re
 from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, MULTIMODAL, PATCHED, dtypes_of, load_into, move, policy_of, started
+from helpers import (
+    ARCHITECTURES,
+    MULTIMODAL,
+    PATCHED,
+    close_live_engine,
+    dtypes_of,
+    load_into,
+    move,
+    policy_of,
+    qwen2,
+    rewrite,
+    started,
+)
+from safetensors.torch import save_file
 
 from rl import Policy
 from verify.errors import WeightLoadError
 from verify.proof import differing, same_bits, unpacked
+from verify.start import prepare_environment
 
 pytestmark = pytest.mark.engine
 # Each class in one dtype; then what a dtype or a tied head changes: how vLLM packs linear layers, experts and the head.
@@ -132,6 +147,38 @@ def test_a_tensor_of_another_length_is_named_and_a_layer_that_is_sent_in_part_is
         assert (found.differing, len(found.not_compared)) == ([], alone)
         assert all(each.startswith(layers + missing[:9]) for each in found.not_compared)
         assert layers + layer in found.not_given
+
+
+def test_a_quantised_layer_is_not_compared_and_all_others_are(tmp_path):
+    """Of AWQ, with 32 values to a scale. A layer of it has no `weight`."""
+    close_live_engine()
+    model = qwen2(hidden_size=128, dtype=torch.bfloat16)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    linear = {name for name in weights if "proj" in name}
+    held = {name: weights[name] for name in weights.keys() - linear}
+    for name in linear:
+        path, _, kind = name.rpartition(".")
+        if kind == "weight":
+            height, width = weights[name].shape
+            shapes = {"qweight": (width, height // 8), "qzeros": (width // 32, height // 8)}
+            held |= {f"{path}.{each}": torch.zeros(shape, dtype=torch.int32) for each, shape in shapes.items()}
+            held[f"{path}.scales"] = torch.ones(width // 32, height).half()
+        else:
+            held[name] = weights[name]
+    model.save_pretrained(tmp_path)
+    save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    awq = dict(quant_method="awq", bits=4, group_size=32, zero_point=True)
+    rewrite("config.json", quantization_config=awq)(tmp_path)
+    prepare_environment()
+    from vllm import LLM
+
+    llm = LLM(str(tmp_path), dtype="bfloat16", enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=2**24,
+              skip_tokenizer_init=True)  # fmt: skip
+    norm = "model.norm.weight"
+    assert differing(llm, weights)[:2] == ([], sorted(linear))
+    assert differing(llm, weights | {norm: weights[norm] + 1}).differing == [norm]
+    del llm
+    gc.collect()
 
 
 def test_equal_bits_are_those_of_equal_values_and_of_nan():

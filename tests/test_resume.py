@@ -22,8 +22,7 @@ import torch
 from helpers import built, command, forked, outcome, read_json, refusal, rows, tensors, train_here
 
 import train
-from extras.resume import refuse_changes
-from report.files import check_readable, checkpoints, save_checkpoint
+from report.files import check_readable, checkpoints, refuse_changes, save_checkpoint
 from tasks import Problem
 from train import Config
 

@@ -53,6 +53,14 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
         assert engine_for(run, policy).max_num_seqs == sequences
 
 
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_a_step_may_take_all_problems_and_no_more(job, waiting):
+    most = len(prepare(job()).task.train) - waiting
+    prepare(job(num_prompts=most, inflight_groups=waiting))
+    with pytest.raises(ValueError, match=f" must be at most {most + waiting} "):
+        prepare(job(num_prompts=most + 1, inflight_groups=waiting))
+
+
 def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypatch):
     """test_runner_v2.py has the fault of vLLM's kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

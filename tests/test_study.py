@@ -1,6 +1,7 @@
 """lab.study: whose runs count, what the table says of them, and real runs that crash, are killed and go on."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,21 +11,27 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ROOT, read_json, refusal
+from helpers import ROOT, read_json, refusal, rewrite
 
 from lab.cells import METRICS, STUDIES
-from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, main, paired, text_of
+from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, job_of, main, paired, text_of
 from train import Config
 
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
          {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]  # fmt: skip
 
 
-def write_run(out: Path, name: str, seed: int) -> Path:
+def job_in(root: Path, task: str = "task.jsonl") -> str:
+    return f"--model {root}/model --task {root}/{task}"
+
+
+def write_run(out: Path, name: str, seed: int, job: str) -> Path:
     """A finished run of the ladder, as train.py and the study leave it."""
-    run = Plan(Options("ladder", out=str(out))).run(name, seed)
+    run = Plan(Options("ladder", out=str(out), steps=1, train_args=job)).run(name, seed)
     run.folder.mkdir(parents=True)
-    config = {"device": "a CPU", "commit": "abc", "dirty": False, "versions": {"torch": "1"}, "audit": {}}
+    files, prompts, _ = run.job
+    config = {"device": "a CPU", "commit": "abc", "dirty": False, "versions": {"torch": "1"}, "audit": {},
+              "files": files, "prompts": prompts}
     (run.folder / "config.json").write_text(json.dumps(config))
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
     mark = {"command": f"study of {name}", "commit": "of the study", "options": run.options}
@@ -33,23 +40,60 @@ def write_run(out: Path, name: str, seed: int) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------ whose runs count
-def test_a_run_of_other_options_is_named_and_stays_as_it_is(tmp_path, capsys):
-    folder = write_run(tmp_path, "parity", 0)
+def test_a_run_of_other_options_is_named_and_stays_as_it_is(good, tmp_path, capsys):
+    folder = write_run(tmp_path, "parity", 0, job_in(good))
     mark = folder / MARK
     mark.write_text(mark.read_text().replace('"lr": ', '"gone": 1, "lr": '))  # an option of an earlier version
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    words = ["ladder", "--out", str(tmp_path), "--cells", "parity", "--train-args=--lr 1e-4"]
-    said = refusal(words, capsys, main)
-    for part in (f"{folder} has ", "lr 0.002 instead of 0.0001", "gone 1 instead of None"):
-        assert part in said
+    words = ["ladder", "--out", str(tmp_path), "--steps", "1", f"--train-args={job_in(good)} --lr 1e-4"]
+    assert f"the finished run {folder} must keep its options, changed are gone, lr; try" in refusal(words, capsys, main)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(tmp_path, capsys):
+def cut(path: Path) -> None:
+    path.write_text(path.read_text().rpartition("\n")[0])
+
+
+# What is done to a root with a model, a task and a finished run, and what is said of the run.
+OTHERS = {
+    "rows": (lambda root, _: cut(root / "task.jsonl"), "model and its task, changed are {root}/task.jsonl; try"),
+    "model": (lambda root, _: rewrite("generation_config.json", top_k=1)(root / "model"),
+              "model and its task, changed are {root}/model/generation_config.json; try"),
+    "prompts": (lambda _, run: rewrite("config.json", prompts={"first": "<bos>1", "digest": ""})(run),
+                "prompts: the same questions have other tokens now, such as '"),
+    "cut": (lambda _, run: cut(run / "metrics.jsonl"), "the steps 0 to 1 in metrics.jsonl, it has 1;"),
+    "no table": (lambda _, run: (run / "metrics.jsonl").unlink(), "the steps 0 to 1 in metrics.jsonl, it has 0;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_finished_run_of_other_files_or_without_a_row_is_named_before_another_one_starts(
+        good, tmp_path, kind, capsys):
+    root, (spoil, complaint) = shutil.copytree(good, tmp_path / "root"), OTHERS[kind]
+    folder = write_run(tmp_path, "parity", 0, job_in(root))
+    spoil(root, folder)
+    job_of.cache_clear()
+    words = f"ladder --cells parity --seeds 0 1 --steps 1 --out {tmp_path}".split()
+    said = refusal([*words, f"--train-args={job_in(root)}"], capsys, main)
+    assert re.search(f"the finished run {folder} must (keep its|have) {re.escape(complaint.format(root=root))}", said)
+    assert [*tmp_path.glob("runs/*")] == [folder]
+
+
+def test_of_a_task_that_draws_from_its_own_generator_nothing_is_called_paired(good, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(f"import random\n{PYTHON.replace('rng.', 'random.Random().')}")
+    job = f"--model {good}/model --task {tmp_path}/mine.py"
+    for name in ("parity", "transformers"):
+        write_run(tmp_path, name, 0, job)
+    assert main([*f"ladder --cells parity --seeds 0 --steps 1 --out {tmp_path}".split(), f"--train-args={job}"]) == 0
+    assert "95 % interval. The task draws other problems in each run, so nothing is paired." in capsys.readouterr().out
+
+
+def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(good, tmp_path, capsys):
     for name, seed in (("parity", 0), ("parity", 1), ("transformers", 1), ("transformers", 4)):
-        write_run(tmp_path, name, seed)
-    (write_run(tmp_path, "lora", 0) / MARK).unlink()  # begun, not finished
+        shutil.copytree(write_run(tmp_path, name, seed, job_in(good)), tmp_path / f"runs/{name}-seed{seed} (copy)")
+    (write_run(tmp_path, "lora", 0, job_in(good)) / MARK).unlink()  # begun, not finished
     words = f"ladder --out {tmp_path} --cells parity --seeds 0 1 --metrics reward eval_trainer_alone tokens_s".split()
+    words += ["--steps", "1", f"--train-args={job_in(good)}"]
     assert main(words) == 0
     table = capsys.readouterr().out
     record = read_json(tmp_path / "ladder.json")
@@ -60,7 +104,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     assert [record[name] for name in ("command", "commit", "crashed")] == [
         "study of transformers, study of parity", "of the study", {}]
     assert "| parity | 2 | transformers | 0.25 (0.25 to 0.25); +0.00 |" in table
-    assert "held out, trainer alone" not in table
+    assert "held out, trainer alone" not in table and "nothing is paired" not in table
     assert "\n| transformers |" not in table  # it was not asked for
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
     assert main([*words, "--narrow"]) == 0

@@ -146,6 +146,8 @@ def held_by(model: Any, path: str, module: Any, sent: Sent) -> Iterator[Held]:
         return
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     if hasattr(module, "quant_method"):
+        if not hasattr(module, "weight"):  # AWQ and others hold packed integers
+            return
         yield from linear(model, path, module, sent)
         own = {kind: tensor for kind, tensor in own.items() if kind not in ("weight", "bias")}
     yield from plain(path, own, sent)

@@ -110,8 +110,9 @@ def diagnose(
         rollouts = [trace.rollouts[row] for row in wrong.nonzero()[:, 0]]
         alone = diagnose(policy, replace(trace, rollouts=rollouts), earlier, trainer)
         share = f"in {len(rollouts)} of {len(trace.rollouts)} requests"
-        if alone.causes and causes.WRONG_REQUESTS not in alone.causes:
-            explanations = [probe.start, *explanations]
+        if alone.status != "unexplained" and causes.WRONG_REQUESTS not in alone.causes:
+            best = probe.start
+            explanations = [best, *explanations]
             named = [replace(each, name=f"{each.name} {share}") for each in alone.causes]
     status = "parity"
     if named:

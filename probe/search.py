@@ -9,6 +9,7 @@ under the same hypothesis (`limit`).
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -140,7 +141,6 @@ class Probe(Replay):
         self.unmasked = replace(sampling, **OFF)
         self.sides = [replace(sampling, top_p=sampling.top_p**power, min_p=sampling.min_p**power)
                       for power in EDGES]
-        self.to_read = {*self.distributions, self.unmasked, *self.sides}
         scored = next(iter(self.distributions))
         fp32_head = policy.head.dtype == torch.float32
         where = "in the engine" if fp32_head else "on both sides"
@@ -154,9 +154,7 @@ class Probe(Replay):
         """Tries pass after pass until one cause explains the trace. Returns all, the best first."""
         tried = []
         for hypothesis in self._passes():
-            for readout in hypothesis.precise:
-                if readout.distribution not in self.distributions:
-                    continue
+            for readout in starmap(Readout, product(self.distributions, self.heads)):
                 closer = self._where_closer(hypothesis, readout)
                 tried.append(self.explain(closer, readout))
             tried.sort(key=lambda each: each.order)
@@ -194,7 +192,7 @@ class Probe(Replay):
             states = hidden if dtype == torch.float32 else hidden.to(dtype)
             head = replace(self.policy.head, temperature=1.0,
                            dtype=torch.promote_types(states.dtype, dtype))
-            for sampling in self.to_read:
+            for sampling in {*self.distributions, self.unmasked, *self.sides}:
                 logprobs = self.logprobs(states, head, sampling)
                 values[Readout(sampling, dtype)] = logprobs.double()
         return values
@@ -218,12 +216,15 @@ class Probe(Replay):
     def limits(self, hypothesis: Pass, readout: Readout) -> tuple[float, Tensor, float, float]:
         """The trainer's mean |error| and the noise of each token, in nats, (N,); the limits of the
         engine's mean |error| and of each sequence's, in multiples of the noise.
+
+        Rounded logits move a log-probability in proportion to 1 - p. What a token at the mask's
+        edge changes, kept or not, is noise too. A mask leaves few uncertain tokens, so the
+        trainer's error is measured without it.
         """
-        unmasked, one, other = (replace(readout, distribution=each)
-                                for each in (self.unmasked, *self.sides))
+        unmasked, *sides = (replace(readout, distribution=each)
+                            for each in (self.unmasked, *self.sides))
         exact = hypothesis.precise[unmasked]
         error = (hypothesis.rounded[unmasked] - exact).abs()
-        # Rounded logits move the log-probability of a token in proportion to 1 - p.
         others = ROUNDING - exact.expm1()
         share = error.sum() / others.sum()
         multiples = error / (share * others + ROUNDING)
@@ -233,19 +234,19 @@ class Probe(Replay):
         # show their spread.
         distance = (self.row_means(multiples) - mean).square().sum() + multiples.square().mean()
         spread = (distance / sequences).sqrt().item()
-        edges = (hypothesis.precise[one] - hypothesis.precise[other]).abs()
-        noise = share * (ROUNDING - hypothesis.precise[readout].expm1()) + ROUNDING + edges
+        one, other = (hypothesis.precise[side] for side in sides)
+        noise = share * -hypothesis.precise[readout].expm1() + ROUNDING + (one - other).abs()
         # The worst sequence of all is further away than one.
-        return error.mean().item(), noise, limit(mean, spread, sequences), 2 * limit(mean, spread, 1)
+        alone = 2 * limit(mean, spread, 1)
+        return error.mean().item(), noise, limit(mean, spread, sequences), alone
 
     def explain(self, hypothesis: Pass, readout: Readout) -> Explanation:
         trainer_error, noise, allowed, allowed_alone = self.limits(hypothesis, readout)
         size = size_of(self.error(hypothesis, readout))  # (N,)
-        sure = (self.reported == 0) & (hypothesis.precise[readout] == 0)
-        multiples = ((size - ROUNDING).clamp(min=0) / noise).masked_fill(sure, math.nan)
+        multiples = (size - ROUNDING).clamp(min=0) / noise
         wrong = self.row_means(multiples) > allowed_alone
         right = ~wrong[self.rows]  # (N,)
-        explains_right = (not multiples[right].nanmean().item() > allowed
+        explains_right = (multiples[right].nanmean().item() <= allowed
                           and self._each_removes_enough(hypothesis, readout))
         changes = (hypothesis.cause, self.distributions[readout.distribution],
                    self.heads[readout.head])

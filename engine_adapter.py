@@ -28,7 +28,7 @@ from torch import Tensor
 import verify
 from report.errors import MANY, within
 from tasks import Problem, Task
-from verify import canary
+from verify import canary, model_cases
 from verify.errors import EngineStateError
 
 
@@ -246,6 +246,7 @@ class Engine:
                 # A CPU cannot split the prompt of a seeded request.
                 enable_chunked_prefill=self.on_gpu,
                 enable_sleep_mode=self.on_gpu, enforce_eager=True, block_size=block_size,
+                attention_backend=model_cases.latent_attention(self.config, self.on_gpu),
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
                 # vLLM only checks at start that this share is free; the size is given above.
                 gpu_memory_utilization=0.1,

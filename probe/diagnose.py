@@ -104,13 +104,24 @@ def diagnose(
             named.append(causes.HEAD.of("in the trainer"))
         if best.wrong.any():
             named.append(causes.WRONG_REQUESTS)
-        if trace.trainer_logprobs:
-            rollouts = [replace(rollout, logprobs=values) for rollout, values
-                        in zip(trace.rollouts, trace.trainer_logprobs, strict=True)]
-            own = diagnose(policy, replace(trace, rollouts=rollouts, trainer_logprobs=[]), earlier,
-                           trainer)
-            if own.status != "parity":
-                named.append(causes.TRAINER.of(own.blamed))
+    wrong = probe.start.wrong
+    if (probe.start.explains_right and wrong.any() and not wrong.all()
+            and (best.wrong.any() or not best.fits)):
+        rollouts = [trace.rollouts[row] for row in wrong.nonzero()[:, 0]]
+        alone = diagnose(policy, replace(trace, rollouts=rollouts, trainer_logprobs=[]), earlier,
+                         trainer)
+        share = f"in {len(rollouts)} of {len(trace.rollouts)} requests"
+        if alone.status != "unexplained" and causes.WRONG_REQUESTS not in alone.causes:
+            best = probe.start
+            explanations = [best, *explanations]
+            named = [replace(each, name=f"{each.name} {share}") for each in alone.causes]
+    if best.fits and trace.trainer_logprobs:
+        rollouts = [replace(rollout, logprobs=values) for rollout, values
+                    in zip(trace.rollouts, trace.trainer_logprobs, strict=True)]
+        own = diagnose(policy, replace(trace, rollouts=rollouts, trainer_logprobs=[]), earlier,
+                       trainer)
+        if own.status != "parity":
+            named.append(causes.TRAINER.of(own.blamed))
     status = "parity"
     if named:
         status = "mismatch"

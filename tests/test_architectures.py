@@ -47,7 +47,7 @@ from verify.own_noise import Widened
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count
 # Of Lfm2 and DeepseekV3 queries have the shape (tokens, heads, head), which vLLM's CPU kernel for rotary angles cannot
 # take.
-NAMES = [name for name in ARCHITECTURES if name not in PATCHED] + ["Lfm2", "DeepseekV3", BY_LAYERS]
+NAMES = [name for name in ARCHITECTURES if name not in PATCHED] + ["Lfm2", BY_LAYERS]
 
 
 def check_agreement(folder: Path, name: str) -> None:
@@ -67,6 +67,16 @@ def check_agreement(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_trainer_and_engine_agree_before_and_after_two_loads(name, tmp_path):
     check_agreement(tmp_path, name)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("tiles", [True, False])
+def test_latent_attention_agrees_whether_or_not_vllm_finds_amx_tiles(tiles, tmp_path, monkeypatch):
+    from vllm.v1.attention import selector
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    selector._cached_get_attn_backend.cache_clear()
+    check_agreement(tmp_path, "DeepseekV3")
 
 
 @pytest.mark.engine

@@ -128,6 +128,13 @@ def test_no_cause_fits_beside_that_which_explains_a_trace(reference):
     assert [each.name for each in verdict.explanations if each.fits] == [HALF.partition(": ")[2]]
 
 
+@pytest.mark.parametrize("wrong, count", [(3, 12), (6, 12), (13, 24)])
+def test_a_cause_of_some_requests_is_named_with_their_share(reference, wrong, count):
+    raw, right = (stored(f"v1_0.32.0_fp32_{name}")["t0.7"] for name in ("default", "fixes"))
+    mixed = replace(right, rollouts=[*raw.rollouts[:wrong], *right.rollouts[wrong:count]])
+    assert diagnose(reference["float32"], mixed).blamed == f"{RAW} in {wrong} of {count} requests"
+
+
 # ------------------------------------------------------------------------------------------------ planted faults
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -189,6 +196,7 @@ MASKS = dict(top_k=12, top_p=0.9, min_p=0.02, repetition_penalty=1.1, presence_p
 @pytest.mark.parametrize("dtype, tied, batch, temperature, masks", [
     (torch.float32, False, 1, 0.5, {}), (torch.float32, True, 64, 0.7, MASKS),
     (SIXTEEN, False, 9, 1.5, {}), (SIXTEEN, True, 40, 1.0, {}),
+    (SIXTEEN, False, 64, 0.1, {}), (SIXTEEN, False, 64, 0.15, {"top_p": 0.9}),  # nearly deterministic
 ])  # fmt: skip
 def test_clean_traces_of_the_live_engine_are_parity(folder, dtype, tied, batch, temperature, masks):
     """Also with the masks and penalties of vLLM's sampler against those of the probe."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import ROOT, read_json, refusal, rewrite
+from helpers import PYTHON, ROOT, read_json, refusal, rewrite
 
 from lab.cells import METRICS, STUDIES
 from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, job_of, main, paired, text_of

@@ -43,6 +43,18 @@ def refuse_or_repair(model: Any, dtype: torch.dtype, tensor_names: set[str]) -> 
         _rotate_natively(model)
 
 
+def latent_attention(config: Any, on_gpu: bool) -> Any:
+    """vLLM's backend for latent attention on a CPU, None for another model.
+
+    With AMX tiles vLLM would pick one that drops the raw weights, which a load and the proof need.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    latent = getattr(config.get_text_config(), "kv_lora_rank", None)
+    # vLLM 0.26 has no such backend.
+    return AttentionBackendEnum.__members__.get("CPU_MLA") if latent and not on_gpu else None
+
+
 def _rotate_natively(model: Any) -> None:
     """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek.
 

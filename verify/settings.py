@@ -91,6 +91,10 @@ def audit(engine: Any) -> dict[str, Any]:
         "vllm": engine.vllm_version,
         "runner": f"{type(engine.runner).__module__}.{type(engine.runner).__name__}",
         "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
+        # By these torch and vLLM choose kernels.
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, bf16 in AVX-512"
+               f" {torch.cpu._is_avx512_bf16_supported()}, AMX tiles"
+               f" {torch.cpu._is_amx_tile_supported()}",
         "block_size": config.cache_config.block_size,
         "max_model_len": model.max_model_len,
         "echoed": ECHOED,

@@ -50,7 +50,7 @@ from report.errors import (
     within,
 )
 from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
-from report.log import answer_line, log, settings_lines
+from report.log import answer_line, log, report, settings_lines
 from rl import Batch, Minibatches, Optimizer, Policy, in_micro_batches, make_batch
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
@@ -347,7 +347,9 @@ def train(trainer: Trainer) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
     config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
     if parts.first_step == 1:
-        log(trainer.run, {"step": 0} | evaluate(trainer, 0), extras.ENDINGS, parts.writers)
+        metrics_0 = {"step": 0} | evaluate(trainer, 0)
+        append_rows(out / "metrics.jsonl", [metrics_0])
+        log(trainer.run, metrics_0, extras.ENDINGS, parts.writers)
     started = time.perf_counter()
     for step in range(parts.first_step, config.steps + 1):
         with stage(f"step {step}"):
@@ -360,13 +362,13 @@ def train(trainer: Trainer) -> None:
         if last or step % config.eval_every == 0:
             done.metrics.update(evaluate(trainer, step))
         a_step = (time.perf_counter() - started) / (step - parts.first_step + 1)
-        left = {"left_s": a_step * (config.steps - step)}
-        log(trainer.run, done.metrics | left, extras.ENDINGS, parts.writers)
+        done.metrics["left_s"] = a_step * (config.steps - step)
+        append_rows(out / "metrics.jsonl", [done.metrics])
         if last or step % config.checkpoint_every == 0:
             save_checkpoint(out, step, trainer.state_dict())
-    for finish in parts.at_end:
-        finish()
+        log(trainer.run, done.metrics, extras.ENDINGS, parts.writers)
     save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
+    report(parts.at_end)
     trainer.engine.close()
 
 
@@ -577,7 +579,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from report.quiet import harmless_left_out
-
-    with end_of_process(), harmless_left_out():
+    with end_of_process():
         main()

@@ -49,7 +49,7 @@ from report.errors import (
     within,
 )
 from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
-from report.log import answer_line, log, settings_lines
+from report.log import answer_line, log, report, settings_lines
 from rl import (
     Batch,
     EngineWeights,
@@ -357,7 +357,9 @@ def train(trainer: Trainer) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
     config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
     if parts.first_step == 1:
-        log(trainer.run, {"step": 0} | evaluate(trainer, 0), extras.ENDINGS, parts.writers)
+        before = {"step": 0} | evaluate(trainer, 0)
+        append_rows(out / "metrics.jsonl", [before])
+        log(trainer.run, before, extras.ENDINGS, parts.writers)
     for step in range(parts.first_step, config.steps + 1):
         with stage(f"step {step}"):
             done = train_step(trainer, step)
@@ -366,13 +368,14 @@ def train(trainer: Trainer) -> None:
         last = step == config.steps
         if last or step % config.eval_every == 0:
             done.metrics.update(evaluate(trainer, step))
-        log(trainer.run, done.metrics, extras.ENDINGS, parts.writers)
+        # A report comes after what must not be lost.
+        append_rows(out / "metrics.jsonl", [done.metrics])
         if last or step % config.checkpoint_every == 0:
             save_checkpoint(trainer, step)
-    for finish in parts.at_end:
-        finish()
+        log(trainer.run, done.metrics, extras.ENDINGS, parts.writers)
     print(f"writing {out / 'policy'}")
     save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
+    report(parts.at_end)
     trainer.engine.close()
 
 
@@ -590,7 +593,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from report.quiet import harmless_left_out
-
-    with end_of_process(), harmless_left_out():
+    with end_of_process():
         main()

@@ -75,6 +75,8 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # one is enough: the process ends
         with suppress(OSError):  # the terminal may be gone
             print("stopped by a signal; with --resume a run goes on from its newest checkpoint, or"
                   " begins anew if it has none; a study deletes and repeats its unfinished runs",
@@ -93,11 +95,31 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
         sys.exit(status)
 
 
+class Output:
+    """Standard output whose reader may go away: what only reports ends no run."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+        except OSError:  # nobody reads the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 @contextmanager
 def end_of_process() -> Iterator[None]:
-    """The last block of a process. On a GPU vLLM's allocator may abort it where Python ends."""
+    """The outermost block of a command's process: its output, and on a GPU its end, because vLLM's
+    allocator may abort it where Python ends.
+    """
     import torch  # here: a process of a task's file imports this module, and no torch
 
+    if sys.stdout:
+        sys.stdout = Output(sys.stdout)
     status = 0
     try:
         yield

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from report.curves import draw_at_evaluation
-from report.files import append_rows
+from report.errors import one_line
 
 STEP = (
     " | reward {reward:.3f}{terms} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
@@ -64,16 +64,29 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
 def log(
     run: Any, figures: dict[str, Any], endings: dict[str, str], writers: list[Callable]
 ) -> None:
-    """All of it to metrics.jsonl and the writers, pictures, one line to the terminal."""
-    append_rows(run.out / "metrics.jsonl", [figures])
+    """One line to the terminal, a picture at an evaluation, and the writers."""
     print(log_line(figures, run.config.steps, endings))
     if "eval_reward" in figures and figures["step"]:
         peak = max(figures["generate_gib"], figures["update_gib"])
         tokens_s = figures["tokens"] / figures["generate_s"]
         print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s))
-    draw_at_evaluation(run.out, figures)
-    for write in writers:
-        write(figures)
+
+    def draw(row: dict[str, Any]) -> None:
+        draw_at_evaluation(run.out, row)
+
+    report([draw], figures)
+    report(writers, figures)
+
+
+def report(functions: list[Callable], *row: dict[str, Any]) -> None:
+    """Call each. One that fails is named and removed: what only reports ends no run."""
+    for function in [*functions]:
+        try:
+            function(*row)
+        except Exception as error:
+            functions.remove(function)
+            print(f"notice: the run goes on without {function.__module__}, which failed:"
+                  f" {one_line(error)}")
 
 
 def settings_lines(trainer: dict[str, Any], engine: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ def describe_model(
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
+    from safetensors import safe_open
     from transformers import GenerationConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -51,6 +52,9 @@ def describe_model(
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
                          f" {quantization[0]!s:.100}")
+    for weights in folder.glob("*.safetensors"):
+        with stage(f"reading {weights} (cut off, or a pointer that git-lfs has not fetched?)"):
+            safe_open(weights, "pt")
     # transformers reads one file of weights, else those of the index, and ignores all others.
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"model must be without adapters (they would be ignored), {folder} has"

@@ -29,7 +29,8 @@ def prepare_environment() -> None:
         # Otherwise the first log-probability compiles a kernel for 17 s.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # 0.32 has no cascade attention at all.
-    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")
+    for known in ("disable-cascade-attn", "torch.distributed.reduce_op."):
+        warnings.filterwarnings("ignore", f".*{known} is deprecated")
 
 
 def check_vllm_version(allow_untested: bool = False) -> str:

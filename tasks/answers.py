@@ -80,8 +80,8 @@ FORMULA = r"""(?x)(?:
   | (?!(?<=[a-z]{2}\ )(?:[-=]>|→) | (?<=[a-z]{2}\ [-=])> | (?<!\d)\uff1a
       | [⇒⟹\u2600-\u27bf\U0001f000-\U0001ffff])
     [^\w\n\\\#] | [\d_²³π] | (?<=')t\b)++"""
-# Other minus signs than - and U+2212; an en dash is one in front of a number, not in 10\u201315.
-MINUS = r"[\u2010\u2011\ufe63\uff0d]|(?a:(?<![\w.%)\]}])\u2013(?=[\d.$]))"
+# Other minus signs than - and U+2212; an en dash with a space behind it separates words.
+MINUS = r"[\u2010\u2011\ufe63\uff0d]|\u2013(?=[\d.$])"
 EMPTY_BOX = r"\\(?:boxed|fbox)\s*\{\s*\}"
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
 

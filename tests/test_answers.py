@@ -46,10 +46,11 @@ def problem(answer: str) -> Problem:
 
 
 @pytest.mark.parametrize("sign", "-\u2212\u2010\u2011\u2013\ufe63\uff0d")
-def test_each_minus_sign_is_one_but_not_between_two_numbers(answers, sign):
+def test_each_minus_sign_is_one_but_a_dash_between_words_is_none(answers, sign):
     for text in (f"The answer is {sign}5.", f"\u7b54\u6848\u662f{sign}5", rf"\boxed{{{sign}5}}"):
         assert [answers.reward(problem(gold), text) for gold in ("5", "-5", f"{sign}5")] == [0, 1, 1]
     assert answers.reward(problem("-5"), f"3{sign}5") == 0
+    assert answers.reward(problem("5"), "It is odd \u2013 5") == 1
 
 
 # A line is: answer => right responses, or answer =/= wrong ones. The wrong ones are near to right ones.

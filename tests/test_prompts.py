@@ -103,7 +103,7 @@ LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        prompts(problem, **options)
+        prompts(QUESTION, problem, **options)
 
 
 def of_lengths(*lengths: int) -> list[Problem]:

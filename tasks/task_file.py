@@ -195,7 +195,10 @@ class Functions:
         started again.
         """
         self.text = Path(path).read_bytes() if text is None else text
-        name = f"task_{Path(path).stem}"
+        name = Path(path).stem  # as a process imports it that this one starts by spawn
+        if name in sys.modules:
+            raise ImportError("a task file must not have the name of a loaded module, got"
+                              f" {name}; rename the file")
         self.module, self.rng = ModuleType(name), random.Random(seed)
         random.seed(seed)  # for code that draws from the module
         self.module.__file__ = path

@@ -76,6 +76,18 @@ def test_a_response_begins_right_after_the_generation_prompt():
             assert prompts(begun, template=template, system_prompt="Add.") == [prompt]
 
 
+# As published ones: no branch for other roles, and of earlier responses no thoughts.
+STRICT = CHATML.replace("<turn>{{ m.role", "{% if m.role in ('user', 'assistant') %}<turn>{{ m.role").replace(
+    "{{ m.content }}<end>", "{{ m.content.split('</think>')[-1] }}<end>{% endif %}")  # fmt: skip
+LOST = "of line 1 failed: ValueError: the chat template must print each message, it leaves out that of role "
+
+
+def test_earlier_thoughts_and_empty_messages_may_be_left_out():
+    thought = chat("system: ", "user: 1", "assistant: <think>So</think>", "user: 2", "assistant: <think>b</think>3")
+    assert prompts(thought, template=STRICT) == [
+        "<turn>user 1<end><turn>assistant <end><turn>user 2<end><turn>assistant <think>b</think>3"]
+
+
 LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
@@ -84,11 +96,13 @@ LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
     (chat("system: Add.", "user: 1+1"), {"chat_template": False}, "2 chat messages need a chat template"),
     (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
     (QUESTION, {"chat_template_args": '{"enable_thinking": false}'}, "it has no enable_thinking"),
+    (QUESTION, {"template": STRICT, "system_prompt": "x"}, LOST + "system"),
+    (chat("user: 1", "assistant: 2", "tool: 3", "user: 4"), {"template": STRICT}, LOST + "tool"),
     (QUESTION, {"template": LOOP, "reward_limit_s": 0.2}, "of line 1 failed: TimeoutError: no answer within 0.2 s"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        prompts(problem, **options)
+        prompts(QUESTION, problem, **options)
 
 
 def of_lengths(*lengths: int) -> list[Problem]:
@@ -134,18 +148,10 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert "a response ends with '8', which is no special token" in noticed(None, stop=30)
     assert "1 questions contain <think>, to which" in noticed("<think>" + CHATML, Problem("<think>a", "", ""))
     assert noticed(CHATML, Problem("<think>a", "", "")) == ""
-    answered, thought = chat("user: 1+1", "assistant: 2"), chat("user: 1+1")
+    answered = chat("user: 1+1", "assistant: 2")
     assert "1 chats end with an assistant's message" in noticed(CHATML, answered)
-    thought.messages[0].update(weight=1, reasoning="hm")
-    assert noticed(CHATML, thought) == "the chat template shows no reasoning, weight of the messages"
-    assert noticed(CHATML + "{{ messages[0].reasoning }}", thought) == (
-        "the chat template shows no weight of the messages")  # fmt: skip
-    assert "shows no reasoning, weight" in noticed(CHATML, thought, chat_template=False)
     answered.messages[1]["tool_calls"] = [{}]
-    assert "last message alone, not with its tool_calls" in noticed(CHATML + "{# tool_calls #}", answered)
-    without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
-                             "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
-    assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")
+    assert "last message alone, not with its tool_calls" in noticed(CHATML, answered)
     refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
     assert noticed(refuses) == noticed(CHATML, model="M", lr=1e-6) == noticed(CHATML, model="M", steps=0) == ""
     assert "the learning rate is the toy's, 0.001" in noticed(CHATML, model="M")

@@ -119,7 +119,7 @@ def test_with_a_fix_off_a_step_may_have_any_mismatch_and_stale_rows_may_always(g
 @pytest.mark.engine
 @pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.05), (SIXTEEN, 4.0)])
 def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_path, dtype, scale):
-    """Neither the proof nor the canary can see it: they come before. In 16 bits the limit is a multiple of the noise."""
+    """Neither the proof nor the canary sees it: they come before. In 16 bits the limit is a multiple of the noise."""
     trainer = built(good, tmp_path, engine="vllm", dtype=str(dtype).removeprefix("torch."), lr=1e-5)
     train_step(trainer, 1)
     with torch.no_grad():

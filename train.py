@@ -49,7 +49,7 @@ from report.errors import (
     within,
 )
 from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
-from report.log import answer_line, log, report, settings_lines
+from report.log import answer_line, log, settings_lines
 from rl import (
     Batch,
     EngineWeights,
@@ -256,8 +256,9 @@ class Parts(extras.OneOwner):
         self.at_begin: list[Callable] = []  # trainer, record of config.json: before it is written
         self.observers: list[Callable] = []  # each Step: more metrics
         self.evaluations: list[Callable] = []  # see `evaluate`
-        self.writers: list[Callable] = []  # each row of metrics.jsonl
-        self.at_end: list[Callable] = []  # no argument: after the last step
+        self.writers: list[Callable] = []  # each row of metrics.jsonl: before its checkpoint
+        self.reports: list[Callable] = []  # each row: last, what only reports and cannot fail
+        self.at_end: list[Callable] = []  # no argument: when the policy is saved
         self.while_saved: list[Callable] = []  # no argument: a context, the model as it is saved
         self.after_save: list[Callable] = []  # the model and its new folder
         self.complete()
@@ -357,26 +358,31 @@ def train(trainer: Trainer) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
     config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
     if parts.first_step == 1:
-        before = {"step": 0} | evaluate(trainer, 0)
-        append_rows(out / "metrics.jsonl", [before])
-        log(trainer.run, before, extras.ENDINGS, parts.writers)
+        finish_step(trainer, {"step": 0} | evaluate(trainer, 0))
     for step in range(parts.first_step, config.steps + 1):
         with stage(f"step {step}"):
             done = train_step(trainer, step)
         for observe in parts.observers:
             done.metrics.update(metrics.further(done.metrics, observe(done)))
-        last = step == config.steps
-        if last or step % config.eval_every == 0:
+        if step == config.steps or step % config.eval_every == 0:
             done.metrics.update(evaluate(trainer, step))
-        # A report comes after what must not be lost.
-        append_rows(out / "metrics.jsonl", [done.metrics])
-        if last or step % config.checkpoint_every == 0:
-            save_checkpoint(trainer, step)
-        log(trainer.run, done.metrics, extras.ENDINGS, parts.writers)
+        finish_step(trainer, done.metrics)
     print(f"writing {out / 'policy'}")
     save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
-    report(parts.at_end)
+    for finish in parts.at_end:
+        finish()
     trainer.engine.close()
+
+
+def finish_step(trainer: Trainer, row: dict[str, Any]) -> None:
+    """First what a resumed run needs, then what only reports."""
+    config, parts, step = trainer.run.config, trainer.parts, row["step"]
+    append_rows(trainer.run.out / "metrics.jsonl", [row])
+    for write in parts.writers:
+        write(row)
+    if step and (step == config.steps or step % config.checkpoint_every == 0):
+        save_checkpoint(trainer, step)
+    log(trainer.run, row, extras.ENDINGS, parts.reports)
 
 
 class Step(NamedTuple):

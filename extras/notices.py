@@ -96,7 +96,7 @@ def template_of(run: Any) -> str:
 
 
 def install(run: Any, options: Any, parts: Any) -> None:
-    parts.writers.append(partial(explain_first_loss, run.config))
+    parts.reports.append(partial(explain_first_loss, run.config))
     parts.at_begin.append(partial(name_idle, run))
 
 

@@ -1,18 +1,20 @@
-"""`--tracker`: the numbers of metrics.jsonl go to trackio or wandb, too.
+"""`--tracker`: the numbers of metrics.jsonl go to trackio, wandb or a library like them, too.
 
-Neither is in requirements.txt. A resumed run goes on in the same run of the library. Another
-library with `init`, `log` and `finish` is one more name of the option.
+None is in requirements.txt. A resumed run goes on in the same run of the library.
 """
 
 import os
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
+from operator import attrgetter
 from secrets import token_hex
-from typing import Any, Literal
+from typing import Any
 
-from report.files import read_json
+from report.errors import one_line
 
+FUNCTIONS = "init", "log", "finish"
+# Arguments of wandb.init that the environment decides; wandb reads its other variables itself.
+WANDB = {"project": "WANDB_PROJECT", "name": "WANDB_NAME", "id": "WANDB_RUN_ID"}
 NOT_OF_THE_EXPERIMENT = {"tracker"}
 
 
@@ -20,36 +22,53 @@ NOT_OF_THE_EXPERIMENT = {"tracker"}
 class Options:
     """Where the numbers go besides metrics.jsonl."""
 
-    # The numbers of each step also go to this library; it must be installed.
-    tracker: Literal["none", "trackio", "wandb"] = "none"
+    # The numbers of each step also go to this library, trackio or wandb; it must be installed.
+    tracker: str = "none"
 
 
 def check_machine(config: Any, options: Options) -> None:
-    name = options.tracker
-    if name != "none" and find_spec(name) is None:
-        raise ValueError(f"tracker must be installed, {name} is not: pip install {name}")
+    if options.tracker == "none":
+        return
+    try:
+        attrgetter(*FUNCTIONS)(import_module(options.tracker))
+    except Exception as error:
+        raise ValueError("tracker must be an installed library with init, log and finish, such as"
+                         " trackio or wandb (TensorBoard is gone: its SummaryWriter.add_scalar"
+                         f" takes the numbers of metrics.jsonl), got {options.tracker}:"
+                         f" {one_line(error)}") from error
 
 
 def install(run: Any, options: Options, parts: Any) -> None:
     if options.tracker == "none":
         return
+    library, failures = import_module(options.tracker), []
+
+    def call(name: str, *arguments: Any, **named: Any) -> None:
+        """What fails there ends no run, and is said once."""
+        try:
+            getattr(library, name)(*arguments, **named)
+        except Exception as error:
+            if not failures:
+                print(f"notice: {options.tracker}.{name} failed, the run goes on and metrics.jsonl"
+                      f" has all numbers: {one_line(error)}")
+            failures.append(name)
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
-        library = import_module(options.tracker)
-        path = run.out / "config.json"  # of the run that is resumed
-        earlier = read_json(path) if path.exists() else {}
-        record["tracker"] = earlier.get("tracker") or token_hex(4)
-        name = f"{run.out.name}-{record['tracker']}"  # trackio's only id
-        os.environ.setdefault("WANDB_RUN_ID", record["tracker"])
-        os.environ.setdefault("WANDB_DIR", str(run.out))
-        library.init(project=os.environ.get("WANDB_PROJECT", "grpo"), config=record,
-                     name=os.environ.get("WANDB_NAME", name), resume="allow")
-        if earlier:
-            print(f"{options.tracker} replaces no row: its rows from step {parts.first_step} on"
-                  " stay beside the new ones, and the last rows before a kill may be missing")
-        # wandb drops a row whose step is not its highest, so there `step` is a column.
-        parts.writers.append(lambda row: library.log(
-            {name: value for name, value in row.items() if isinstance(value, int | float)}))
-        parts.at_end.append(library.finish)
+        run_id = token_hex(4)
+        arguments = {"project": "grpo", "name": f"{run.out.name}-{run_id}"}
+        if options.tracker == "wandb":
+            arguments["id"] = run_id
+            arguments = {name: os.environ.get(WANDB[name], value)
+                         for name, value in arguments.items()}
+        arguments = record.setdefault(options.tracker, arguments)  # those of the resumed run
+        call("init", **arguments, config=record, resume="allow")
+
+    def log(row: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in row.items()
+                   if isinstance(value, int | float) and name != "step"}
+        # Also a column, because wandb's upload of an offline run that was resumed shifts steps.
+        call("log", numbers | {"at_step": row["step"]}, step=row["step"])
 
     parts.at_begin.append(begin)
+    parts.reports.append(log)
+    parts.at_end.append(lambda: call("finish"))

@@ -1,6 +1,8 @@
 """Rules of options, errors as sentences, a command's exit status, the lock of a run's folder."""
 
+import errno
 import fcntl
+import io
 import os
 import signal
 import sys
@@ -47,18 +49,37 @@ def stage(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
 
 
+class Shown(io.FileIO):
+    """A standard stream. What nobody can read any more is lost, and ends no run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or len(data)  # or: it would block
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # such as on a full disk
+                raise
+            return len(data)  # the pipe's reader has ended, the terminal is closed
+
+
 def print_each_line_at_once() -> None:
     """Also to a file or a pipe, so that a log is never behind and a kill loses no line.
 
     Characters that the terminal cannot show are written as their numbers.
     """
-    if hasattr(sys.stdout, "reconfigure"):  # that of a notebook has no buffer
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream and stream is getattr(sys, f"__{name}__"):  # a notebook has its own
+            raw = io.BufferedWriter(Shown(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(
+                raw, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def stop_on_signals() -> None:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in STOPS[1:]:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
 
@@ -75,12 +96,11 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # one is enough: the process ends
-        with suppress(OSError):  # the terminal may be gone
-            print("stopped by a signal; with --resume a run goes on from its newest checkpoint, or"
-                  " begins anew if it has none; a study deletes and repeats its unfinished runs",
-                  file=sys.stderr)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)  # the process ends; a further one would show how
+        print("stopped by a signal; with --resume a run goes on from its newest checkpoint, or"
+              " begins anew if it has none; a study deletes and repeats its unfinished runs",
+              file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""
@@ -95,31 +115,11 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
         sys.exit(status)
 
 
-class Output:
-    """Standard output whose reader may go away: what only reports ends no run."""
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> None:
-        try:
-            self.stream.write(text)
-        except OSError:  # nobody reads the rest
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-
 @contextmanager
 def end_of_process() -> Iterator[None]:
-    """The outermost block of a command's process: its output, and on a GPU its end, because vLLM's
-    allocator may abort it where Python ends.
-    """
+    """The last block of a process. On a GPU vLLM's allocator may abort it where Python ends."""
     import torch  # here: a process of a task's file imports this module, and no torch
 
-    if sys.stdout:
-        sys.stdout = Output(sys.stdout)
     status = 0
     try:
         yield

@@ -62,31 +62,20 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
 
 
 def log(
-    run: Any, figures: dict[str, Any], endings: dict[str, str], writers: list[Callable]
+    run: Any, figures: dict[str, Any], endings: dict[str, str], reports: list[Callable]
 ) -> None:
-    """One line to the terminal, a picture at an evaluation, and the writers."""
+    """One line to the terminal, pictures, the reports. None of them ends a run."""
     print(log_line(figures, run.config.steps, endings))
     if "eval_reward" in figures and figures["step"]:
         peak = max(figures["generate_gib"], figures["update_gib"])
         tokens_s = figures["tokens"] / figures["generate_s"]
         print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s))
-
-    def draw(row: dict[str, Any]) -> None:
-        draw_at_evaluation(run.out, row)
-
-    report([draw], figures)
-    report(writers, figures)
-
-
-def report(functions: list[Callable], *row: dict[str, Any]) -> None:
-    """Call each. One that fails is named and removed: what only reports ends no run."""
-    for function in [*functions]:
-        try:
-            function(*row)
-        except Exception as error:
-            functions.remove(function)
-            print(f"notice: the run goes on without {function.__module__}, which failed:"
-                  f" {one_line(error)}")
+    try:
+        draw_at_evaluation(run.out, figures)
+    except Exception as error:
+        print(f"notice: curves.png could not be drawn: {one_line(error)}")
+    for report in reports:
+        report(figures)
 
 
 def settings_lines(trainer: dict[str, Any], engine: dict[str, Any]) -> str:

@@ -26,9 +26,13 @@ def describe_model(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder = Path(path)
+    for file in folder.glob("model*.safetensors"):
+        with stage(f"reading {file} (cut off, or a pointer that git-lfs has not fetched?)"):
+            safe_open(file, "pt")
     with stage(f"reading the model {path} ({MODELS})"):
         text = read_config(path)
-        tokenizer = load_tokenizer(path)
+        with stage(f"reading {folder / 'tokenizer.json'}"):
+            tokenizer = load_tokenizer(path)
         # Of config.json what it says itself: a class has a default of its own, such as 2.
         said, _ = PretrainedConfig.get_config_dict(path)
         levels = said, said.get("text_config", {})
@@ -52,9 +56,6 @@ def describe_model(
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
                          f" {quantization[0]!s:.100}")
-    for weights in folder.glob("*.safetensors"):
-        with stage(f"reading {weights} (cut off, or a pointer that git-lfs has not fetched?)"):
-            safe_open(weights, "pt")
     # transformers reads one file of weights, else those of the index, and ignores all others.
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"model must be without adapters (they would be ignored), {folder} has"

@@ -106,7 +106,7 @@ def test_a_step_is_not_trained_on_what_a_fork_returns_wrongly(good, tmp_path, mo
     plant(trainer)
     with pytest.raises(error, match=reason):
         train_step(trainer, 1)
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.policy.trained().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.policy.copied_weights().items())
 
 
 @pytest.mark.parametrize("options", [dict(parity=ParityFlags(sampling_mask=False), top_p=0.9), {}], ids=["off", "on"])

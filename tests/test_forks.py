@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, close_live_engine, copied
+from helpers import ROOT, ROUNDING, close_live_engine, copied, python
 
 from objectives import group_advantages
 
@@ -69,12 +69,17 @@ def check_kl_in_reward(done):
     torch.testing.assert_close(done.batch.advantages, advantages_of(scores), rtol=1e-3, atol=1e-3)
 
 
+def apply(name: str, folder: Path) -> None:
+    patch = (ROOT / "examples" / "forks" / f"{name}.patch").read_bytes()
+    command = ["patch", "--strip", "1", "--fuzz", "0"]
+    subprocess.run(command, cwd=folder, input=patch, check=True, capture_output=True)
+
+
 @contextmanager
 def fork(name: str, folder: Path) -> Iterator[None]:
     """The product's files with the patch applied, in place of those that this process has imported."""
     names = {path.stem for path in copied(folder).iterdir()}
-    patch = (ROOT / "examples" / "forks" / f"{name}.patch").read_bytes()
-    subprocess.run(["patch", "--strip", "1", "--fuzz", "0"], cwd=folder, input=patch, check=True, capture_output=True)
+    apply(name, folder)
 
     def imported() -> dict[str, object]:
         return {each: sys.modules.pop(each) for each in list(sys.modules) if each.partition(".")[0] in names}
@@ -127,3 +132,13 @@ def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch)
                            torch.tensor([[1.0], [1.0], [-1.0]]), 0 * ones, ones, options)  # fmt: skip
         assert done["loss"] == pytest.approx(-(1.25 + 1.28 - 0.8) / 3, rel=1e-5)
         assert done["clip_rate"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("names", ["kl_in_reward", "rewards_to_go two_turns overlong_penalty dynamic_sampling"])
+def test_the_tests_of_tables_that_a_patch_adds_to_pass_in_the_fork(tmp_path, names):
+    folder = copied(tmp_path / "fork")
+    for name in names.split():
+        apply(name, folder)
+    tests = shutil.copytree(ROOT / "tests", folder / "tests")
+    files = [tests / f"test_{name}.py" for name in ("objectives", "config", "rl")]
+    assert " passed" in python("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, folder=folder).stdout

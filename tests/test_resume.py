@@ -107,6 +107,13 @@ def flip(path: Path) -> None:
     change(path, lambda c: c[:middle] + bytes([c[middle] ^ 1]) + c[middle + 1 :])
 
 
+def older(out: Path) -> None:
+    """Before the second checkpoint was due."""
+    (out / "metrics.jsonl").unlink()
+    for folder in checkpoints(out):
+        folder.rename(folder.with_suffix(".pt"))
+
+
 def another_seed(out: Path) -> None:
     state = torch.load(checkpoint(out, 4) / "state.pt")
     state["run"]["config"]["seed"] += 1
@@ -117,7 +124,7 @@ def another_seed(out: Path) -> None:
 REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "run/config.json failed: FileNotFoundError"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have its checkpoints"),
-    "an older version": (lambda f: [each.rename(each.with_suffix(".pt")) for each in checkpoints(f)], "has none (fil"),
+    "an older version": (older, "run has none (files step_N.pt are those of an older version"),
     "a bit": (lambda f: flip(checkpoint(f, 4) / "state.pt"), "step_000004/state.pt is damaged or missing; move {root}"),
     "a weight": (lambda f: flip(checkpoint(f, 4) / "model.safetensors"), "step_000004/model.safetensors is damaged"),
     "another run": (another_seed, "step_000004 failed: ValueError: a resumed run must keep its options, changed are s"),

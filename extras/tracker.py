@@ -43,7 +43,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
         return
     library, failures = import_module(options.tracker), []
 
-    def call(name: str, *arguments: Any, **named: Any) -> None:
+    def call(name: str, /, *arguments: Any, **named: Any) -> None:
         """What fails there ends no run, and is said once."""
         try:
             getattr(library, name)(*arguments, **named)

@@ -88,7 +88,7 @@ def test_the_option_of_the_page_is_one_file_and_one_line(tmp_path):
     said = " ".join(refused.stderr.replace("│", " ").split())
     assert "show_responses must be 0 to num_prompts * group_size, got 5" in said
     lines = done.stdout.splitlines()
-    before = lines[: next(place for place, line in enumerate(lines) if line.startswith("step   1/1"))]
+    before = lines[: next(place for place, line in enumerate(lines) if "writing" in line and "checkpoints" in line)]
     assert all(line.isdigit() for line in before[-3:-1])
 
 

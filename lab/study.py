@@ -10,7 +10,8 @@ from lab/cells.py, which lists the cells.
 Seeds are the outer loop. Each run is a process of its own, forked from one that has imported
 everything; on a GPU, whose state cannot be forked, it is a fresh process. A second call repeats
 what has not finished. All finished runs in OUT belong to the record: the call is refused if one of
-them has other options than this call would give it.
+them has other options, model, task or prompts than this call would give it, or not a row for each
+step.
 """
 
 import fnmatch
@@ -167,7 +168,7 @@ class Run:
             refuse_other_prompts(prompts, record["prompts"], whose)
 
     @property
-    def job(self) -> tuple[Record, Record, bool]:
+    def job(self) -> tuple:
         config = self.config
         return job_of(Config(
             out=os.devnull, steps=0, seed=config.seed, model=config.model, task=config.task,
@@ -204,7 +205,7 @@ class Plan:
     def counted(self) -> dict[str, list[Run]]:
         """The runs in OUT that belong to the record, by cell: all that have finished.
 
-        Raises: ValueError if a finished run has other options than this call would give it.
+        Raises: ValueError if a finished run is not what this call would make.
         """
         counted = {}
         for name in self.study.cells:

@@ -84,6 +84,7 @@ def test_of_a_task_that_draws_from_its_own_generator_nothing_is_called_paired(go
     job = f"--model {good}/model --task {tmp_path}/mine.py"
     for name in ("parity", "transformers"):
         write_run(tmp_path, name, 0, job)
+    job_of.cache_clear()  # this call draws others
     assert main([*f"ladder --cells parity --seeds 0 --steps 1 --out {tmp_path}".split(), f"--train-args={job}"]) == 0
     assert "95 % interval. The task draws other problems in each run, so nothing is paired." in capsys.readouterr().out
 

@@ -185,7 +185,9 @@ def rewards(problem, responses):
     with multiprocessing.get_context("{method}").Pool(1) as pool:
         return pool.map(length, responses)
 """
-    assert [row["reward"] for row in scored(tmp_path, text, "1", "12", reward_limit_s=60)] == [1, 2]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "mine.py").symlink_to("other/of_others.py")
+    assert [row["reward"] for row in scored(tmp_path, text, "1", "12", reward_limit_s=30)] == [1, 2]
 
 
 def test_rewards_are_computed_at_the_same_time_each_with_its_limit(tmp_path):

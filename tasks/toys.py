@@ -8,7 +8,6 @@ Reinforcement learning has to find the right answers, which the model samples le
 
 import hashlib
 import json
-import math
 import operator
 import random
 import shutil
@@ -102,10 +101,6 @@ class Toy(NamedTuple):
     steps: int  # of 128 examples
     sizes: dict[str, Any]
     logit_offset: float = 0.0  # added to all logits at the end, see `teach`
-    lr: float = 3e-3
-    warm_up: int = 30  # steps
-    seconds: float = math.inf  # after them teaching ends
-    loss: float = 0.0  # below it teaching ends
 
 
 # 0.6 and 0.1 million parameters; the head of `digits` is not tied, because it must hold the offset.
@@ -175,8 +170,8 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     return folder
 
 
-def teach(toy: Toy, config: Any, seed: int, device: str = "cpu") -> torch.nn.Module:
-    """Supervised AdamW steps on the teacher's answers: a fixed number, or up to a limit.
+def teach(toy: Toy, config: Any, seed: int) -> torch.nn.Module:
+    """Supervised AdamW steps on the teacher's answers, whose learning rate rises for 30 steps.
 
     With a `logit_offset` all logits get the same offset at the end, as the logits of pretrained
     models have one. Softmax ignores the offset; the rounding of a 16-bit head does not.
@@ -184,34 +179,28 @@ def teach(toy: Toy, config: Any, seed: int, device: str = "cpu") -> torch.nn.Mod
     torch.manual_seed(seed)
     rng = random.Random(seed)
     pool = toy.pool(seed)
-    model = AutoModelForCausalLM.from_config(config).to(device)
-    adamw = torch.optim.AdamW(model.parameters(), lr=toy.lr, betas=(0.9, 0.98), weight_decay=0.0,
+    model = AutoModelForCausalLM.from_config(config)
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0,
                               fused=True)
-    warm_up = torch.optim.lr_scheduler.LinearLR(adamw, 1 / toy.warm_up, total_iters=toy.warm_up - 1)
-    started = said = time.monotonic()
+    warm_up = torch.optim.lr_scheduler.LinearLR(adamw, 1 / 30, total_iters=29)
+    said = time.monotonic()
     for step in range(toy.steps):
-        if time.monotonic() - started > toy.seconds:
-            break
         if time.monotonic() - said > 5:
             said = time.monotonic()
             print(f"teaching the model its wrong habit: step {step} of {toy.steps}")
         examples = [example(problem.question, toy.teacher(problem, rng))
                     for problem in rng.choices(pool, k=128)]
         inputs, targets = zip(*examples, strict=True)
-        inputs = pad_sequence(inputs, True, PAD).to(device)  # (N, T)
-        targets = pad_sequence(targets, True, -100).to(device)  # (N, T)
+        inputs = pad_sequence(inputs, True, PAD)  # (N, T)
+        targets = pad_sequence(targets, True, -100)  # (N, T)
         answered = targets >= 0
-        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-            hidden = states[answered]  # (N, H)
-            loss = F.cross_entropy(model.lm_head(hidden), targets[answered])
-        loss.backward()
+        states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        hidden = states[answered]  # (N, H)
+        F.cross_entropy(model.lm_head(hidden), targets[answered]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()
         warm_up.step()
-        if toy.loss and loss.item() < toy.loss:
-            break
     if toy.logit_offset:
         with torch.no_grad():
             usual = hidden.mean(dim=0)  # (H,)

@@ -83,7 +83,7 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
     blocks = "\n".join(CODE.findall(text)).replace("\\\n", " ")
     lines = re.sub(r"\s{2,}#.*", "", blocks).splitlines() + re.findall(r"`([^`]+)`", CODE.sub("", text))
     for command in lines:
-        if not re.match(r" *(\S*python3? (?!3)|make |train\.py -)", command):
+        if not re.match(r" *(\S*python3? (?!3)|make |train\.py -|lab\.study )", command):
             continue
         program, *words = shlex.split(re.sub(r"^ *\S*python3? ", "", re.sub(r"\bS\b", "0", command)))
         if program == "-m":
@@ -94,10 +94,21 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
         elif name == "probe":
             tyro.extras.subcommand_cli_from_dict(PROBE, args=words)
         elif name in PROGRAMS and "--help" not in words:
-            tyro.cli(PROGRAMS[name], args=words)
+            options = tyro.cli(PROGRAMS[name], args=words)
+            assert name != "lab.study" or options.print is None or (study.RECORDS / f"{options.study}.json").exists()
         elif name != "pytest":
             file = name.replace(".", "/") + ".py"
             assert (ROOT / file).exists() or (ROOT / "examples" / file).exists(), command
+
+
+@each_page
+def test_each_file_and_module_of_ours_exists_or_is_in_the_commit_that_is_named_with_it(page):
+    """Also those that no command and no link names. A page that shows a new file begins it with # and its name."""
+    rooms = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name.isalpha())
+    form = rf"(?<!# )(?<![\w./-])((?:{rooms})(?:/[\w/]+\.py|\.(?!md)[a-z]\w+))(?![^.]{{0,20}} in commit)"
+    for name in re.findall(form, read(page)):
+        file = name.removesuffix(".py").replace(".", "/")
+        assert (ROOT / file).is_dir() or (ROOT / f"{file}.py").exists(), name
 
 
 def test_each_option_exists():

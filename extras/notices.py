@@ -4,16 +4,12 @@ And why the first loss is 0.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from report.errors import one_line
-from report.log import shown
-from tasks import Problem
 from tasks.prompts import first_encoded, time_limit
 
 
@@ -57,26 +53,15 @@ def of_special_tokens(run: Any) -> Iterator[str]:
 
 
 def of_chats(run: Any) -> Iterator[str]:
-    problems = run.task.problems
-    keys = {key for problem in problems for message in problem.messages for key in message}
-    hidden = [key for key in sorted(keys - {"role", "content"})
-              if not re.search(rf"\b{re.escape(key)}\b", template_of(run))]
-    if hidden:
-        yield f"the chat template shows no {', '.join(hidden)} of the messages"
-    begun = [problem for problem in problems
+    begun = [problem.messages[-1] for problem in run.task.problems
              if problem.messages and problem.messages[-1]["role"] == "assistant"]
     if not begun:
         return
     yield (f"{len(begun)} chats end with an assistant's message, with which the response begins: it"
            " must not be the answer")
-    lost = {key for problem in begun for key in problem.messages[-1]}
-    if lost := lost - {"role", "content", *hidden}:
+    if lost := {key for message in begun for key in message} - {"role", "content"}:
         yield ("a response begins with the content of the assistant's last message alone, not with"
                f" its {', '.join(sorted(lost))}")
-    continued = [texts for problem in begun if (texts := both_texts(run, problem))]
-    if continued:
-        yield (f"the chat template itself would continue {len(continued)} of these chats"
-               f" differently: {continued[0]}")
 
 
 def of_the_prompt(run: Any) -> Iterator[str]:
@@ -88,8 +73,6 @@ def of_the_prompt(run: Any) -> Iterator[str]:
     if template and prompt.rstrip().endswith("<think>"):
         yield ("the chat template opens <think>: it is part of the prompt, and no response begins"
                " with it")
-    if template and (data.system_prompt or "").strip() not in prompt:
-        yield "the chat template leaves the system prompt out"
 
 
 def of_a_turn(run: Any) -> Iterator[str]:
@@ -133,26 +116,6 @@ def changes_no_prompt(name: str, run: Any) -> bool:
     except ValueError:  # the template needs it
         return False
     return without.prompts[0] == task.prompts[0]
-
-
-def both_texts(run: Any, problem: Problem) -> str:
-    """Of a chat that begins the response: its prompt and the template's own, from shortly before
-    the beginning. Empty if they are equal.
-    """
-    tokenizer, data = run.task.tokenizer, run.config.data
-    chat = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    chat += problem.messages
-    try:
-        ids = tokenizer.apply_chat_template(
-            chat, continue_final_message=True, **data.template_args)["input_ids"]
-    except Exception as error:  # some templates refuse such a chat
-        return f"with {problem.source} it fails, {one_line(error)}"
-    if ids == problem.prompt_ids:
-        return ""
-    start = -60 - len(chat[-1]["content"])
-    ours, theirs = (shown(tokenizer.decode(prompt)[start:], 160, 0)
-                    for prompt in (problem.prompt_ids, ids))
-    return f"the prompt of {problem.source} has {ours}, the template's own {theirs}"
 
 
 def install(run: Any, options: Any, parts: Any) -> None:

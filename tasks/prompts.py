@@ -2,9 +2,10 @@
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from report.errors import stage
@@ -27,6 +28,8 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
         raise ValueError("chat_template_args must be variables of the model's chat template, it has"
                          f" no {', '.join(unknown)}")
 
+    printed = set()  # kinds of chats whose messages are all in the prompt
+
     def token_ids(problem: Problem) -> list[int]:
         messages = problem.messages or [{"role": "user", "content": problem.question}]
         if template is None:
@@ -38,13 +41,18 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
                 raise ValueError("system_prompt must not be given, the messages have their own")
             messages = [{"role": "system", "content": data.system_prompt}, *messages]
         # The beginning of a response follows the generation prompt to the character. Templates
-        # trim it, or put a closed thought before it: extras/notices.py shows both texts.
+        # trim it, or put a closed thought before it.
         beginning = ""
         if messages[-1]["role"] == "assistant":
             *messages, last = messages
             beginning = last["content"]
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **data.template_args)
+        render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
+                         **data.template_args)
+        kind = tuple((message["role"], not message["content"].strip()) for message in messages)
+        if kind not in printed:
+            refuse_lost(render, messages)
+            printed.add(kind)
+        text = render(messages)
         return tokenizer(text + beginning, add_special_tokens=False)["input_ids"]
 
     def encoded(problem: Problem) -> Problem:
@@ -58,6 +66,19 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
     return replace(task, train=list(map(encoded, task.train)),
                    held_out=list(map(encoded, task.held_out)), tokenizer=tokenizer,
                    stop_token_ids=stop_token_ids)
+
+
+def refuse_lost(render: Callable[..., str], messages: list[dict[str, Any]]) -> None:
+    """Raises: ValueError if the chat template leaves a message out, as one without a branch for its
+    role does. A marker stands in for each content: earlier thoughts may be stripped from it.
+    """
+    marked = [message | {"content": message["content"].strip() and f"message {number}."}
+              for number, message in enumerate(messages)]
+    text = render(marked)
+    lost = [message["role"] for message in marked if message["content"] not in text]
+    if lost:
+        raise ValueError("the chat template must print each message, it leaves out that of role"
+                         f" {lost[0]}; give the text another role")
 
 
 def first_encoded(tokenizer: Any, task: Task, data: Options) -> Task:

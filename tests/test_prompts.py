@@ -67,29 +67,26 @@ def test_a_prompt_is_a_question_or_a_chat_in_the_models_template_or_plain_text()
     assert prompts(QUESTION, template=DATED, chat_template_args='{"date_string": "1 Jan"}')[0].startswith("1 Jan<turn>")
 
 
-LAST = "loop.last and m.role == 'assistant'"
-CLOSED = CHATML.replace("{{ m.content", f"{{{{ '<think></think>' if {LAST} }}}}{{{{ m.content")
-REFUSED = CHATML.replace("m.role", f"raise_exception('no') if {LAST} else m.role")
-
-
-BEGINNINGS = "It is", "", "<think>So", " <think>a</think>b "
-
-
-@pytest.mark.parametrize("template, opens, theirs", [  # the end of the template's own prompt, where it is another
-    (CHATML, "", [None] * 4),
-    (CHATML.replace("m.content", "m.content | trim"), "", [None, 'assistant"', None, 'assistant <think>a</think>b"']),
-    (CLOSED, "", [f'assistant <think></think>{each}"' for each in BEGINNINGS]),
-    (CHATML.replace("assistant ", "assistant <think>"), "<think>", [f'assistant {each}"' for each in BEGINNINGS]),
-    (REFUSED, "", ["TemplateError: no"] * 4),
+@pytest.mark.parametrize("beginning", ["It is", "", "<think>So", " <think>a</think>b "])
+@pytest.mark.parametrize("template, opens", [
+    (CHATML.replace("m.content", "m.content | trim"), ""),
+    (CHATML.replace("assistant ", "assistant <think>"), "<think>"),
 ])  # fmt: skip
-def test_a_response_begins_right_after_the_generation_prompt_and_both_texts_are_said(template, opens, theirs):
-    for beginning, other in zip(BEGINNINGS, theirs, strict=True):
-        begun = chat("user: 1", "assistant: " + beginning)
-        prompt = f"<turn>system Add.<end><turn>user 1<end><turn>assistant {opens}{beginning}"
-        assert prompts(begun, template=template, system_prompt="Add.") == [prompt]
-        said = noticed(template, begun, system_prompt="Add.").partition("chats differently: ")[2]
-        assert bool(said) == bool(other)
-        assert (other or "") in said
+def test_a_response_begins_right_after_the_generation_prompt(template, opens, beginning):
+    assert prompts(chat("user: 1", "assistant: " + beginning), template=template, system_prompt="Add.") == [
+        f"<turn>system Add.<end><turn>user 1<end><turn>assistant {opens}{beginning}"]  # fmt: skip
+
+
+# As published ones: no branch for other roles, and of earlier responses no thoughts.
+STRICT = CHATML.replace("<turn>{{ m.role", "{% if m.role in ('user', 'assistant') %}<turn>{{ m.role").replace(
+    "{{ m.content }}<end>", "{{ m.content.split('</think>')[-1] }}<end>{% endif %}")  # fmt: skip
+LOST = "of line 1 failed: ValueError: the chat template must print each message, it leaves out that of role "
+
+
+def test_earlier_thoughts_and_empty_messages_may_be_left_out():
+    thought = chat("system: ", "user: 1", "assistant: <think>So</think>", "user: 2", "assistant: <think>b</think>3")
+    assert prompts(thought, template=STRICT) == [
+        "<turn>user 1<end><turn>assistant <end><turn>user 2<end><turn>assistant <think>b</think>3"]
 
 
 LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -100,11 +97,13 @@ LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
     (chat("system: Add.", "user: 1+1"), {"chat_template": False}, "2 chat messages need a chat template"),
     (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
     (QUESTION, {"chat_template_args": '{"enable_thinking": false}'}, "it has no enable_thinking"),
+    (QUESTION, {"template": STRICT, "system_prompt": "x"}, LOST + "system"),
+    (chat("user: 1", "assistant: 2", "tool: 3", "user: 4"), {"template": STRICT}, LOST + "tool"),
     (QUESTION, {"template": LOOP, "reward_limit_s": 0.2}, "of line 1 failed: TimeoutError: no answer within 0.2 s"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        prompts(problem, **options)
+        prompts(QUESTION, problem, **options)
 
 
 def of_lengths(*lengths: int) -> list[Problem]:
@@ -154,18 +153,10 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     same = "without date_string of chat_template_args the first prompt is the same"
     for value, said in ("26 Jul", same), ("27 Jul", ""):
         assert noticed(DATED, chat_template_args=json.dumps({"date_string": value})) == said
-    answered, thought = chat("user: 1+1", "assistant: 2"), chat("user: 1+1")
+    answered = chat("user: 1+1", "assistant: 2")
     assert "1 chats end with an assistant's message" in noticed(CHATML, answered)
-    thought.messages[0].update(weight=1, reasoning="hm")
-    assert noticed(CHATML, thought) == "the chat template shows no reasoning, weight of the messages"
-    assert noticed(CHATML + "{{ messages[0].reasoning }}", thought) == (
-        "the chat template shows no weight of the messages")  # fmt: skip
-    assert "shows no reasoning, weight" in noticed(CHATML, thought, chat_template=False)
     answered.messages[1]["tool_calls"] = [{}]
-    assert "last message alone, not with its tool_calls" in noticed(CHATML + "{# tool_calls #}", answered)
-    without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
-                             "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
-    assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")
+    assert "last message alone, not with its tool_calls" in noticed(CHATML, answered)
     refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
     assert noticed(refuses) == noticed(CHATML, model="M", lr=1e-6) == noticed(CHATML, model="M", steps=0) == ""
     assert "the learning rate is the toy's, 0.001" in noticed(CHATML, model="M")

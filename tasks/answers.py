@@ -80,6 +80,9 @@ FORMULA = r"""(?x)(?:
   | (?!(?<=[a-z]{2}\ )(?:[-=]>|→) | (?<=[a-z]{2}\ [-=])> | (?<!\d)\uff1a
       | [⇒⟹\u2600-\u27bf\U0001f000-\U0001ffff])
     [^\w\n\\\#] | [\d_²³π] | (?<=')t\b)++"""
+# Other minus signs than - and U+2212; an en dash with a space behind it separates words.
+MINUS = r"[\u2010\u2011\ufe63\uff0d]|\u2013(?=[\d.$])"
+EMPTY_BOX = r"\\(?:boxed|fbox)\s*\{\s*\}"
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
 
 
@@ -103,6 +106,8 @@ class Answers:
         is needed and cannot be imported.
         """
         gold, right_letter, number = forms(problem.answer)
+        # What stands before an empty box is no answer.
+        response = re.split(EMPTY_BOX, re.sub(MINUS, "-", response))[-1]
         box = bare(last_match(BOX, response))
         text = box or last_match(TAGGED, response) or response
         if right_letter:
@@ -144,7 +149,7 @@ class Answers:
 @lru_cache(10_000)
 def forms(answer: str) -> tuple[str, str, Decimal | None]:
     """What there is to compare with: all of it, its letter or "", its number or None."""
-    gold = bare(last_part(answer))
+    gold = bare(last_part(re.sub(MINUS, "-", answer)))
     return gold, letter(gold), plain_number(gold)
 
 

@@ -45,6 +45,14 @@ def problem(answer: str) -> Problem:
     return Problem("?", answer, f"line {answer}")
 
 
+@pytest.mark.parametrize("sign", "-\u2212\u2010\u2011\u2013\ufe63\uff0d")
+def test_each_minus_sign_is_one_but_a_dash_between_words_is_none(answers, sign):
+    for text in (f"The answer is {sign}5.", f"\u7b54\u6848\u662f{sign}5", rf"\boxed{{{sign}5}}"):
+        assert [answers.reward(problem(gold), text) for gold in ("5", "-5", f"{sign}5")] == [0, 1, 1]
+    assert answers.reward(problem("-5"), f"3{sign}5") == 0
+    assert answers.reward(problem("5"), "It is odd \u2013 5") == 1
+
+
 # A line is: answer => right responses, or answer =/= wrong ones. The wrong ones are near to right ones.
 PAIRS = r"""
 # boxes, ends and letters
@@ -53,7 +61,7 @@ PAIRS = r"""
 1e-05 => that is 0.00001 ~ \boxed{10^{-5}}
 1e-05 =/= \boxed{10^{-4}}
 9 => there are $\boxed{9}$ divisors of 196. ~ $\boxed 9$. ~ the box \boxed{} has 9
-9 =/= \boxed{x + 9}
+9 =/= \boxed{x + 9} ~ \boxed{9}, no: \boxed{ }
 54 => \boxed{54}\text{ cm}^2. ~ \boxed{54\%} ~ \boxed{54 dollars.} ~ \boxed{{{{54}}}}
 54 =/= \boxed{5 4} ~ \boxed{54 million}
 44 => 17^{-1}\equiv \boxed{44}\pmod{83} ~ \boxed{\boxed{44}}

@@ -195,12 +195,16 @@ class Functions:
         started again.
         """
         self.text = Path(path).read_bytes() if text is None else text
-        name = f"task_{Path(path).stem}"
+        source = Path(path).resolve()  # a process that this one starts imports it by this name
+        name = source.stem
+        if name in sys.modules:
+            raise ImportError("a task file must not have the name of a loaded module, got"
+                              f" {name}; rename the file")
         self.module, self.rng = ModuleType(name), random.Random(seed)
         random.seed(seed)  # for code that draws from the module
         self.module.__file__ = path
         sys.modules[name] = self.module  # dataclasses need it there
-        before, folder = {*sys.modules}, Path(path).resolve().parent
+        before, folder = {*sys.modules}, source.parent
         sys.path.insert(0, str(folder))
         exec(compile(self.text, path, "exec"), vars(self.module))
         imported = [sys.modules[name] for name in sys.modules.keys() - before]

@@ -175,6 +175,19 @@ def test_a_file_that_grades_whole_groups_sees_them(tmp_path):
         scored(tmp_path, text, "1", "2")
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])  # the second is the default of Python 3.14
+def test_a_process_that_a_file_starts_can_import_it(tmp_path, method):
+    text = f"""import multiprocessing
+def length(response): return len(response)
+def rewards(problem, responses):
+    with multiprocessing.get_context("{method}").Pool(1) as pool:
+        return pool.map(length, responses)
+"""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "mine.py").symlink_to("other/of_others.py")
+    assert [row["reward"] for row in scored(tmp_path, text, "1", "12", reward_limit_s=30)] == [1, 2]
+
+
 def test_rewards_are_computed_at_the_same_time_each_with_its_limit(tmp_path):
     text = """import time
 from pathlib import Path

@@ -70,9 +70,9 @@ class Core:
     seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
     steps: int = 60  # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
     model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
-    # `toy` (addition), `digits`, `countdown`; a file of rows with a question and an answer (JSON
-    # lines, a JSON array, CSV, parquet, each also as .gz); a dataset: a folder, or NAME or
-    # NAME:CONFIG on a hub; a Python file with `sample` or `problems`, and `reward` or `rewards`.
+    # `toy` (addition), `digits`; a file of rows with a question and an answer (JSON lines, a JSON
+    # array or CSV, each also as .gz; parquet); a dataset: a folder, or NAME or NAME:CONFIG on a
+    # hub; a Python file with `sample` or `problems`, and `reward` or `rewards`.
     task: str = "toy"
     # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -11,13 +11,10 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from glob import escape
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import numpy
 
 from report.errors import stage
 from tasks import Problem, Task
@@ -27,7 +24,7 @@ from tasks.options import Options
 from tasks.split import refuse_or_drop, split
 from tasks.task_file import TaskFile
 
-BUILT_IN = ("toy", "digits", "countdown")  # tasks in toys.py
+BUILT_IN = ("toy", "digits")  # tasks in toys.py
 # The usual names of columns, also with capitals: of those that a file has the first is taken. The
 # texts of `body` and `question`, say, are joined.
 QUESTIONS = ("body+question", "question", "problem", "prompt", "query", "instruction+input",
@@ -42,6 +39,7 @@ OF_A_QUESTION = (r"(?i)(.*_)?(choices?|options?|endings|distractor|context|passa
 MESSAGES = r"""(?sx)\s*\[\s*\{\s*["'](?:(?:role|from)["']\s*:.*["'](?:content|value)
     |(?:content|value)["']\s*:.*["'](?:role|from))["']\s*:.*\}\s*\]\s*\Z"""
 ROLES = {"human": "user", "gpt": "assistant"}  # of turns with `from` and `value`, ShareGPT's form
+LOSSY = r"float(?:16|32)(?='(?!:))|ClassLabel(?=\()"  # in the type of a column, at any depth
 ENOUGH_FAULTS = 20  # to refuse a file: math-verify needs minutes for the answers of a large one
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
 
@@ -81,12 +79,13 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
     `strict`: the columns that are given must be there.
     """
     if name in BUILT_IN:
-        from tasks.toys import COUNTDOWN, TASKS
+        from tasks.toys import TASKS
 
-        if name in TASKS:
-            return TASKS[name](seed)
-        name = COUNTDOWN  # a task file
-    from_program, file = is_program(name), None
+        return TASKS[name](seed)
+    if name == "countdown":
+        raise ValueError("task must be examples/countdown.py for countdown, which is no longer"
+                         " built in")
+    from_program, file, kinds = is_program(name), None, {}
     path = name if from_program else data.reward
     if path:
         file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers)
@@ -94,13 +93,14 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
     if from_program:
         train, held_out = rows_of(path, drawn(file) if listed is None else listed), []
     else:
-        train, held_out = read_rows(name)
+        train, held_out, kinds = read_rows(name)
     rows = held_out + train
     columns = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
     question, answer = None, None
     if rows:
         question, answer = choose_columns(
             name, columns, data, file is None, strict and not from_program)
+        refuse_lossy(name, kinds, f"{question}+{answer}".split("+"))
     answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
     problems, faults, unsaid = {}, [], []
     for source, row in rows:
@@ -161,7 +161,7 @@ def try_reward(task: Task) -> None:
 
 
 def drawn(file: TaskFile) -> list[Any]:
-    """10,000 different results of its `sample`, as in tasks/countdown.py.
+    """10,000 different results of its `sample`, as in examples/countdown.py.
 
     There are fewer if 1,000 calls of `sample` in a row bring nothing new.
     """
@@ -201,35 +201,21 @@ class Written(float):
         return float, (float(self),)
 
 
-class Label(int):
-    """A class of a dataset: its number, whose `str` is its name."""
-
-    def __new__(cls, number: int, name: str):
-        label = super().__new__(cls, number)
-        label.name = name
-        return label
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __reduce__(self) -> tuple:
-        return int, (int(self),)
-
-
-def read_rows(name: str) -> tuple[Rows, Rows]:
-    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out.
+def read_rows(name: str) -> tuple[Rows, Rows, dict[str, Any]]:
+    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, those to hold out, and the
+    types of its columns, which a file of text does not have.
 
     Without a split train all are held out, for --eval-task.
     """
-    no_text = os.path.isdir(name) or re.search(r"\.(parquet(\.gz)?|arrow)$", name.lower())
+    no_text = os.path.isdir(name) or name.lower().endswith(".parquet")
     if not no_text and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
-        return read_text(name), []
-    splits = read_dataset(name)
+        return read_text(name), [], {}
+    splits, kinds = read_dataset(name)
     train = splits.get("train", [])
     held_out = splits.get("test") or splits.get("validation") or []
     if not train and not held_out:
         held_out = next(iter(splits.values()))
-    return train, held_out
+    return train, held_out, kinds
 
 
 def read_text(path: str, separator: str | None = None, field: str | None = None) -> Rows:
@@ -239,7 +225,8 @@ def read_text(path: str, separator: str | None = None, field: str | None = None)
     """
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
-    with stage(f"reading the task file {path} as UTF-8"):
+    with stage(f"reading the task file {path} (rows that are no text must be .parquet: unpack"
+               " .parquet.gz, convert .arrow) as UTF-8"):
         content = Path(path).read_bytes()
         if path.lower().endswith(".gz"):
             content = gzip.decompress(content)
@@ -252,8 +239,9 @@ def read_text(path: str, separator: str | None = None, field: str | None = None)
             StringIO(text, newline=""), restkey="", strict=True, delimiter=separator)
         with stage(f"reading {path} (a quote in a cell must be two, and the cell in quotes) as"
                    " CSV"):
+            without_twins([(name, None) for name in cells.fieldnames or () if name])
             return [(f"{path}, line {cells.line_num}", row) for row in cells]
-    parse = partial(json.loads, parse_float=Written)
+    parse = partial(json.loads, parse_float=Written, object_pairs_hook=without_twins)
     if field or text.lstrip().startswith("["):
         with stage(f"reading {path} as a JSON array"):
             rows = parse(text)[field] if field else parse(text)
@@ -266,9 +254,17 @@ def read_text(path: str, separator: str | None = None, field: str | None = None)
     return rows
 
 
-def read_dataset(name: str) -> dict[str, Rows]:
-    """The splits of what the library `datasets` reads. It would guess the types in CSV and JSON,
-    007 as 7, so of these it only finds the files.
+def without_twins(columns: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A row. Raises: ValueError for a name that comes twice, because one value would be lost."""
+    names = [name for name, _ in columns]
+    if len({*names}) < len(names):
+        raise ValueError(f"a row must have each column once, got two {max(names, key=names.count)}")
+    return dict(columns)
+
+
+def read_dataset(name: str) -> tuple[dict[str, Rows], dict[str, Any]]:
+    """The splits of what the library `datasets` reads, and the types of their columns. It would
+    guess the types in CSV and JSON, 007 as 7, so of these it only finds the files.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -279,18 +275,19 @@ def read_dataset(name: str) -> dict[str, Rows]:
         from pyarrow import parquet
     path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
     reach_hub(path)
-    with stage(f"loading the dataset {name} (task must be toy, digits, countdown, a .py file, a"
-               " file of rows, or a dataset: a folder or a reachable hub name)"):
-        if re.search(r"\.parquet(\.gz)?$", name.lower()):
-            with (gzip.open if name.lower().endswith(".gz") else open)(name, "rb") as file:
+    with stage(f"loading the dataset {name} (task must be toy, digits, a .py file, a file of rows,"
+               " or a dataset: a folder or a reachable hub name)"):
+        if name.lower().endswith(".parquet"):
+            with open(name, "rb") as file:
                 splits = {"train": datasets.Dataset(parquet.read_table(file))}
-        elif os.path.isfile(name):
-            splits = datasets.load_dataset("arrow", data_files=escape(name))
         elif os.path.exists(f"{name}/state.json"):  # of save_to_disk
             splits = {"train": datasets.load_from_disk(name)}
         else:
             if constants.HF_HUB_OFFLINE and not os.path.exists(path):
                 path = snapshot_download(path, repo_type="dataset")  # what was downloaded before
+            if os.path.exists(path) and re.search(r"[][?*]", os.path.realpath(path)):
+                raise ValueError("a folder's path must have no [ ] ? * (datasets reads the folders"
+                                 f" that match it), got {path}; rename the folder")
             builder = datasets.load_dataset_builder(path, config or None)
             if os.path.exists(path):
                 name_unread(path, builder.config.data_files)
@@ -304,8 +301,11 @@ def read_dataset(name: str) -> dict[str, Rows]:
                           for part, paths in files.items()}
             else:
                 splits = datasets.load_dataset(path, config or None)
-    return {part: [(f"{name}, {part} {number}", as_named(row, getattr(rows, "features", {})))
-                   for number, row in enumerate(rows, 1)] for part, rows in splits.items()}
+    kinds = {}
+    for rows in splits.values():
+        kinds |= flat(getattr(rows, "features", {}))
+    return {part: [(f"{name}, {part} {number}", row) for number, row in enumerate(rows, 1)]
+            for part, rows in splits.items()}, kinds
 
 
 def name_unread(folder: str, files: dict[Any, list[str]] | None) -> None:
@@ -319,19 +319,6 @@ def name_unread(folder: str, files: dict[Any, list[str]] | None) -> None:
     if unread:
         print(f"notice: NOT READ in {folder} are {len(unread)} files, such as {unread[0]}: all"
               " files must be of one kind, and all names must have a split (train, test), or none")
-
-
-def as_named(row: Any, features: dict[str, Any]) -> Any:
-    """A row of a dataset: classes with their names, float32 numbers with their own digits."""
-    for column, feature in features.items():
-        value = row[column]
-        if value is None:
-            continue
-        if hasattr(feature, "int2str") and value >= 0:  # -1: without a class
-            row[column] = Label(value, feature.int2str(value))
-        elif getattr(feature, "dtype", "") == "float32" and not value.is_integer():
-            row[column] = Written(str(numpy.float32(value)))
-    return row
 
 
 def read_as_told(path: str, config: Any) -> list[Any]:
@@ -348,6 +335,15 @@ def read_as_told(path: str, config: Any) -> list[Any]:
 
 
 # ---------------------------------------------------------------------------------- columns
+def refuse_lossy(name: str, kinds: dict[str, Any], used: list[str]) -> None:
+    """Raises: ValueError that names a column whose values are not those that were written."""
+    for column in used:
+        if lossy := re.search(LOSSY, str(kinds.get(column))):
+            raise ValueError(f"column {column} of {name} must have texts, whole numbers or float64"
+                             " (0.1 is 0.10000000149 in float32, and a class label is a number),"
+                             f" got {lossy[0]}; store its values as texts")
+
+
 def choose_columns(
     name: str, there: list[str], data: Options, answers_needed: bool, strict: bool
 ) -> list[str | None]:
@@ -416,7 +412,7 @@ def problem_of(
         answer = json.dumps(answer, default=str, ensure_ascii=False)
     is_missing = answer is None or answer != answer  # NaN
     if is_missing or not (any_answer or isinstance(answer, str | int | float)):
-        raise Unreadable(f"its answer must be a string or a number, it is {answer!s:.80}; several"
+        raise Unreadable(f"its answer must be a string or a number, it is {answer!r:.80}; several"
                          " need --reward, a part of one --answer-column OUTER.INNER")
     return Problem(question, str(answer), source, messages=messages, row=row)
 
@@ -429,7 +425,7 @@ def as_prompt(texts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
     try:
         prompt = "\n".join(texts) if len(texts) > 1 else texts[0]
         if isinstance(prompt, str) and re.match(MESSAGES, prompt):
-            prompt = json.loads(prompt)
+            prompt = json.loads(prompt, object_pairs_hook=without_twins)
         if isinstance(prompt, str) and prompt.strip():
             return prompt, []
         for turn in prompt:

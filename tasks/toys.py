@@ -87,7 +87,6 @@ def share_of_digits(problem: Problem, response: str) -> float:
 
 
 TASKS = {"toy": addition, "digits": digits}
-COUNTDOWN = str(Path(__file__).with_name("countdown.py"))  # a task file as a user writes one
 
 # ---------------------------------------------------------------------------------- models
 VOCABULARY = {token: index

@@ -60,6 +60,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --question-column q => question_column must be a column of {root}/task.jsonl, got q; it has question, answer
 --eval-task {root}/absent.jsonl => must be a regular file, and exist
 --eval-task {root}/task.jsonl => task.jsonl has 40 without repeats, all of them held out
+--task countdown => task must be examples/countdown.py for countdown, which is no longer built in
 --task tyo => loading the dataset tyo (task must be toy,
 --task {root}/absent.py => FileNotFoundError
 --model owner/absent => reading the model owner/absent (toy, a folder or a hub name;
@@ -88,6 +89,9 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 LINE, (SAMPLE, REWARD) = json.dumps(TASK[0]), PYTHON.split("def reward")
 TASKS = {  # by the file's name and the case
     "a.jsonl empty": ("\n\n", "has none"), "a.jsonl latin-1": ("\xe4", "as UTF-8 failed: UnicodeDecodeError"),
+    "a.arrow": ("\xff", "must be .parquet: unpack .parquet.gz, convert .arrow) as UTF-8"),
+    "a.jsonl twins": ('{"x": {"question": "1", "question": "2"}}', "must have each column once, got two question"),
+    "a.csv twins": ("answer,question,answer,,\n1,2,3,,", "must have each column once, got two answer"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
     "a.jsonl no rows": (LINE + "\n3", "line 2: its question must be a text, or chat messages with role and content,"),
     "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
@@ -96,6 +100,7 @@ TASKS = {  # by the file's name and the case
     "a.txt table": ("question\tanswer\n1+1\t2\n", "tables end in .csv or .tsv"),
     "a.csv comma": ("question,answer\nOf 1, 2?,2\n", "line 2: it has more cells than columns, the last are ['2']"),
     "a.csv quotes": ('question,answer\n"One" or 2?,2\n', "as CSV failed: _csv.Error: ',' expected after '\"'"),
+    "random.py": (PYTHON, "must not have the name of a loaded module, got random; rename the file"),
     "a.py raises": ("1 / 0", "the import of {path} fails (ZeroDivisionError"),
     "a.py no reward": (SAMPLE, "it has no reward"),
     "a.py no answer": (PYTHON.replace(", str(number + 1)", ""), "a problem of {path} must be a question, an answer"),

@@ -1,43 +1,13 @@
-"""Countdown's reward against an exhaustive search that shares no code with it, and against hostile text."""
+"""Countdown, an example of a task file: its reward for right, wrong and hostile text."""
 
-import itertools
-import random
 import re
 import time
-from fractions import Fraction
 
 import pytest
-from helpers import task_of
+from helpers import ROOT, task_of
 
+from examples.countdown import reward
 from tasks import Problem
-from tasks.countdown import reward, sample
-
-
-def expressions(values: list[tuple[Fraction, str]]):
-    """Every value that can be computed from all of the values, with its expression in full brackets."""
-    if len(values) == 1:
-        yield values[0]
-    for left, right in itertools.permutations(range(len(values)), 2):
-        rest = [each for index, each in enumerate(values) if index not in (left, right)]
-        (a, first), (b, second) = values[left], values[right]
-        for symbol, value in (("+", a + b), ("-", a - b), ("*", a * b), ("/", b and a / b)):
-            if symbol != "/" or b:
-                yield from expressions([*rest, (value, f"({first}{symbol}{second})")])
-
-
-def test_every_problem_has_a_solution_and_the_solution_is_rewarded():
-    rng = random.Random(0)
-    for _ in range(12):
-        question, answer = sample(rng)
-        numbers, target = answer.split(" = ")
-        assert set(numbers.split()) <= set(question.replace(",", "").split())
-        found = {}  # an expression that equals the target, and one that does not
-        for value, text in expressions([(Fraction(number), number) for number in numbers.split()]):
-            found[value == int(target)] = text
-        assert len(found) == 2
-        for right, text in found.items():
-            assert reward(Problem(question, answer, "test"), f"<answer>{text}</answer>") == right
-
 
 # An answer => right responses, or =/= wrong ones. The first: another number, one that is not used, one that is used
 # twice, another value. The last two: a limit.
@@ -71,8 +41,8 @@ def test_hostile_text_takes_no_time(text):
     assert time.process_time() - started < 10  # a search without limits takes hours
 
 
-def test_countdown_is_a_built_in_task(monkeypatch):
+def test_it_is_a_task_file(monkeypatch):
     monkeypatch.setattr("tasks.problem_files.drawn", lambda file: [file.sample() for _ in range(20)])
-    task = task_of("countdown")
+    task = task_of(ROOT / "examples" / "countdown.py")
     assert (len(task.train), len(task.held_out)) == (18, 2)
     assert task.reward(task.train[0], "") == 0.0

@@ -3,7 +3,6 @@
 import gzip
 import json
 import lzma
-import pickle
 import random
 import re
 import sys
@@ -16,7 +15,6 @@ import pytest
 from helpers import ROOT, task_of
 
 from tasks import Problem, Task, exact_match
-from tasks.problem_files import Label
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
 
@@ -24,16 +22,18 @@ ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "dig
 FRAME = pandas.DataFrame(ROWS)
 WRITERS = {
     "a.parquet": FRAME.to_parquet,
-    "a.parquet.gz": lambda path: path.write_bytes(gzip.compress(FRAME.to_parquet())),
     "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(str(path)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(tmp_path, kind, capsys):
-    path = tmp_path / kind
+def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(tmp_path, monkeypatch, kind, capsys):
+    path, copies, schema = tmp_path / kind, [], datasets.Dataset.features.fget
     WRITERS[kind](path)
-    task = task_of(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.Dataset, "features", property(lambda rows: copies.append(1) or schema(rows)))
+        task = task_of(path)
+    assert len(copies) < len(ROWS)  # each takes as long as a row
     problems = sorted(task.problems, key=lambda problem: int(problem.answer))
     assert [(problem.question, problem.answer) for problem in problems] == [
         (row["problem"], str(row["answer"])) for row in ROWS]  # fmt: skip
@@ -178,17 +178,30 @@ def test_a_folder_is_read_anew_and_what_is_not_read_there_is_named(tmp_path, cap
     assert f"notice: NOT READ in {tmp_path} are 2 files, such as {tmp_path}/hard.jsonl: " in capsys.readouterr().out
 
 
-def test_an_answer_in_parquet_has_the_digits_or_the_name_of_its_type(tmp_path):
-    rows = [{"question": f"q{n}", "answer": n + 0.1} for n in range(4)]
-    kinds = {"float32": datasets.Value("float32"), "label": datasets.ClassLabel(names=["A", "B", "C", "D"])}
-    for name, kind in kinds.items():
-        features = datasets.Features(question=datasets.Value("string"), answer=kind)
-        if name == "label":
-            rows = [row | {"answer": n} for n, row in enumerate(rows)]
-        datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / f"{name}.parquet")
-        answers = sorted(problem.answer for problem in task_of(tmp_path / f"{name}.parquet").problems)
-        assert answers == (["0.1", "1.1", "2.1", "3.1"] if name == "float32" else [*"ABCD"])
-    assert pickle.loads(pickle.dumps(Label(2, "C"))) == 2  # as the process of a reward gets it
+@pytest.mark.parametrize("column, kind, value, refused", [
+    ("answer", datasets.Value("float64"), 0.1, None), ("answer", datasets.ClassLabel(names=["0.1"]), 0, "answer"),
+    ("reward_model", {"ground_truth": datasets.Value("float32")}, {"ground_truth": 0.1}, "reward_model.ground_truth"),
+    ("answer", datasets.List(datasets.Value("float16")), [0.1], "answer"),
+])  # fmt: skip
+def test_types_that_change_an_answer_are_refused_at_any_depth(tmp_path, column, kind, value, refused):
+    """Not those of a column that is not used."""
+    string, unused = datasets.Value("string"), datasets.Value("float32")
+    rows = [{"question": f"q{n}", "score": 0.1, column: value} for n in range(4)]
+    rows = datasets.Dataset.from_list(rows, features=datasets.Features(question=string, score=unused, **{column: kind}))
+    rows.to_parquet(tmp_path / "a.parquet")
+    if not refused:
+        assert {problem.answer for problem in task_of(tmp_path / "a.parquet").problems} == {"0.1"}
+        return
+    with pytest.raises(ValueError, match=rf"^column {refused} of .* got (float32|float16|ClassLabel); store"):
+        task_of(tmp_path / "a.parquet")
+
+
+def test_a_folder_whose_name_is_a_pattern_of_another_is_refused(tmp_path):
+    for name in ("set1", "set[1]"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text('{"question": "1", "answer": 1}')
+    with pytest.raises(ValueError, match=r"a folder's path must have no .*; rename the folder"):
+        task_of(tmp_path / "set[1]")
 
 
 def test_answers_that_no_sentence_can_give_are_named(loaded, capsys):

@@ -192,8 +192,8 @@ class Plan:
         cell = self.study.cells[name]
         folder = self.out / "runs" / f"{name}-seed{seed}"
         steps = self.options.steps or self.study.steps
-        words = shlex.split(f"{self.study.workload} --steps {steps}")
-        words += shlex.split(f"{self.options.train_args} {cell.options}")
+        options = f"--steps {steps} {self.options.train_args} {cell.options}"
+        words = shlex.split(f"{self.study.workload} {options}")
         words += ["--out", str(folder), "--seed", str(seed)]
         return Run(folder, words, tyro.cli(Config, args=words))
 
@@ -406,8 +406,8 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str], narrow: 
     cells = record["cells"]
     columns = {each: described(record, each) for each in metrics or usual_columns(record)
                if any(by_seed(cells[name], each) for name in chosen)}
-    titles = {each: metric.title for each, metric in columns.items()}
-    rows = [["cell", "seeds", "baseline", *(titles if narrow else titles.values())]]
+    titles = [metric.title for metric in columns.values()]
+    rows = [["cell", "seeds", "baseline", *(columns if narrow else titles)]]
     rows.append(["---"] * len(rows[0]))
     for name in chosen:
         cell = cells[name]
@@ -418,15 +418,17 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str], narrow: 
         row = [name, str(len(cell["seeds"])), base]
         for each, metric in columns.items():
             ours = by_seed(cell, each)
-            text = text_of(metric, ours, by_seed(theirs, each))
-            row.append(mean_of(metric, [*ours.values()]) if narrow else text)
+            text = mean_of(metric, [*ours.values()])
+            if not narrow:
+                text = text_of(metric, ours, by_seed(theirs, each))
+            row.append(text)
         rows.append(row)
     how = ("Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
            " seeds ± half of its 95 % interval.")
     if narrow:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         rows = [map(str.ljust, row, widths) for row in rows]
-        how = "\n".join(f"{each}: {title}" for each, title in titles.items())
+        how = "\n".join(f"{each}: {metric.title}" for each, metric in columns.items())
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""

@@ -176,8 +176,8 @@ def test_a_stored_record_is_printed_whole(path, capsys):
     for name, cell in record["cells"].items():
         assert f"| {name} | {len(cell['seeds'])} | " in printed
         if record["study"] not in STUDIES:
-            columns = record.get("columns", cell["metrics"])
-            measured = [described(record, each).title for each in columns if by_seed(cell, each)]
+            columns = record.get("columns") or {each: [described(record, each).title] for each in cell["metrics"]}
+            measured = [title for each, (title, *_) in columns.items() if by_seed(cell, each)]
             assert [title for title in measured if f"| {title} |" not in printed] == []
 
 

@@ -35,6 +35,7 @@ from extras import Flat
 from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
 from report import metrics
 from report.clock import Clock
+from report.curves import draw_at_evaluation
 from report.errors import (
     LARGEST,
     MANY,
@@ -49,7 +50,7 @@ from report.errors import (
     within,
 )
 from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
-from report.log import answer_line, log, settings_lines
+from report.log import answer_line, log, report, settings_lines
 from rl import (
     Batch,
     EngineWeights,
@@ -257,8 +258,9 @@ class Parts(extras.OneOwner):
         self.observers: list[Callable] = []  # each Step: more metrics
         self.evaluations: list[Callable] = []  # see `evaluate`
         self.writers: list[Callable] = []  # each row of metrics.jsonl: before its checkpoint
-        self.reports: list[Callable] = []  # each row: last, what only reports and cannot fail
-        self.at_end: list[Callable] = []  # no argument: when the policy is saved
+        # Each row, after its checkpoint: what only reports, and ends no run.
+        self.reports: list[Callable] = [partial(draw_at_evaluation, run.out)]
+        self.at_end: list[Callable] = []  # no argument: after the policy is saved
         self.while_saved: list[Callable] = []  # no argument: a context, the model as it is saved
         self.after_save: list[Callable] = []  # the model and its new folder
         self.complete()
@@ -369,8 +371,7 @@ def train(trainer: Trainer) -> None:
         finish_step(trainer, done.metrics)
     print(f"writing {out / 'policy'}")
     save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
-    for finish in parts.at_end:
-        finish()
+    report(parts.at_end)
     trainer.engine.close()
 
 

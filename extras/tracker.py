@@ -5,12 +5,14 @@ None is in requirements.txt. A resumed run goes on in the same run of the librar
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from secrets import token_hex
 from typing import Any
 
 from report.errors import one_line
+from report.log import report
 
 FUNCTIONS = "init", "log", "finish"
 # Arguments of wandb.init that the environment decides; wandb reads its other variables itself.
@@ -41,17 +43,7 @@ def check_machine(config: Any, options: Options) -> None:
 def install(run: Any, options: Options, parts: Any) -> None:
     if options.tracker == "none":
         return
-    library, failures = import_module(options.tracker), []
-
-    def call(name: str, /, *arguments: Any, **named: Any) -> None:
-        """What fails there ends no run, and is said once."""
-        try:
-            getattr(library, name)(*arguments, **named)
-        except Exception as error:
-            if not failures:
-                print(f"notice: {options.tracker}.{name} failed, the run goes on and metrics.jsonl"
-                      f" has all numbers: {one_line(error)}")
-            failures.append(name)
+    library = import_module(options.tracker)
 
     def begin(trainer: Any, record: dict[str, Any]) -> None:
         run_id = token_hex(4)
@@ -61,14 +53,14 @@ def install(run: Any, options: Options, parts: Any) -> None:
             arguments = {name: os.environ.get(WANDB[name], value)
                          for name, value in arguments.items()}
         arguments = record.setdefault(options.tracker, arguments)  # those of the resumed run
-        call("init", **arguments, config=record, resume="allow")
+        library.init(**arguments, config=record, resume="allow")
+        parts.reports.append(log)
+        parts.at_end.append(library.finish)
 
     def log(row: dict[str, Any]) -> None:
         numbers = {name: value for name, value in row.items()
                    if isinstance(value, int | float) and name != "step"}
         # Also a column, because wandb's upload of an offline run that was resumed shifts steps.
-        call("log", numbers | {"at_step": row["step"]}, step=row["step"])
+        library.log(numbers | {"at_step": row["step"]}, step=row["step"])
 
-    parts.at_begin.append(begin)
-    parts.reports.append(log)
-    parts.at_end.append(lambda: call("finish"))
+    parts.at_begin.append(partial(report, [begin]))

@@ -2,13 +2,13 @@
 
 import errno
 import fcntl
-import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,16 @@ def stage(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
 
 
-class Shown(io.FileIO):
-    """A standard stream. What nobody can read any more is lost, and ends no run."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or len(data)  # or: it would block
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # such as on a full disk
-                raise
-            return len(data)  # the pipe's reader has ended, the terminal is closed
+def show(stream: Any, text: str) -> None:
+    """Write to a standard stream. Nobody reads it after its terminal or the pipe's reader has gone:
+    it then goes nowhere, and no run ends.
+    """
+    try:
+        type(stream).write(stream, text)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):  # such as on a full disk
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_each_line_at_once() -> None:
@@ -66,12 +66,10 @@ def print_each_line_at_once() -> None:
 
     Characters that the terminal cannot show are written as their numbers.
     """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # a notebook has its own
-            raw = io.BufferedWriter(Shown(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(
-                raw, stream.encoding, "backslashreplace", line_buffering=True))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # that of a notebook has no buffer
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+            stream.write = partial(show, stream)
 
 
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -79,8 +77,8 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 def stop_on_signals() -> None:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does."""
-    for number in STOPS[1:]:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
             signal.signal(number, signal.default_int_handler)
 
 

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from report.curves import draw_at_evaluation
 from report.errors import one_line
 
 STEP = (
@@ -64,18 +63,24 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
 def log(
     run: Any, figures: dict[str, Any], endings: dict[str, str], reports: list[Callable]
 ) -> None:
-    """One line to the terminal, pictures, the reports. None of them ends a run."""
+    """One line to the terminal, and the reports."""
     print(log_line(figures, run.config.steps, endings))
     if "eval_reward" in figures and figures["step"]:
         peak = max(figures["generate_gib"], figures["update_gib"])
         tokens_s = figures["tokens"] / figures["generate_s"]
         print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s))
-    try:
-        draw_at_evaluation(run.out, figures)
-    except Exception as error:
-        print(f"notice: curves.png could not be drawn: {one_line(error)}")
-    for report in reports:
-        report(figures)
+    report(reports, figures)
+
+
+def report(functions: list[Callable], *arguments: Any) -> None:
+    """Call each. What only reports ends no run: one that fails is named, and not called again."""
+    for function in [*functions]:
+        try:
+            function(*arguments)
+        except Exception as error:
+            functions.remove(function)
+            module = getattr(function, "func", function).__module__
+            print(f"notice: {module} failed and the run goes on without it: {one_line(error)}")
 
 
 def settings_lines(trainer: dict[str, Any], engine: dict[str, Any]) -> str:

@@ -1,10 +1,12 @@
-"""The first minute: what is missing is said in a sentence, what is harmless is not, and who else gets the numbers."""
+"""What is missing is said in a sentence; who else gets the numbers, and that no run ends because nobody gets them."""
 
+import errno
 import json
 import sys
 from types import SimpleNamespace
 
-from helpers import SMALL, command, python, refusal, rows, train_here
+import pytest
+from helpers import SMALL, command, python, read_json, rows, train_here
 
 
 def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported():
@@ -13,64 +15,69 @@ def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported(
     assert len(said.splitlines()) == 1
 
 
-def test_a_tracker_that_is_missing_is_refused_and_one_that_fails_ends_no_run(good, tmp_path, monkeypatch, capsys):
-    """With a module in place of wandb. The resumed run goes on in the same run of the library, in another shell."""
+def fails(*row, **named):
+    raise BrokenPipeError("its process has ended")
+
+
+def test_a_resumed_run_goes_on_in_one_run_of_its_tracker(good, tmp_path, monkeypatch, capsys):
+    """With a module in place of wandb. What a run needs is written before it is reported. In another shell."""
     given, out = [], tmp_path / "mine"
-
-    def log(numbers, step):
-        given.append((numbers, step))
-        if step:
-            raise BrokenPipeError("its process has ended")
-
-    def finish():
-        raise RuntimeError("no upload")
-
-    library = SimpleNamespace(init=lambda **named: given.append(json.loads(json.dumps(named))), log=log, finish=finish)
+    checkpoint, policy = out / "checkpoints" / "step_000001", out / "policy"
+    library = SimpleNamespace(
+        init=lambda **named: given.append(json.loads(json.dumps(named))), finish=lambda: given.append(policy.exists()),
+        log=lambda row, step: given.append((row, step, checkpoint.exists())))  # fmt: skip
     arguments = command(good, f"--engine transformers --steps 1 --probe-every 1 --tracker wandb --out {out}", *SMALL)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "tracker must be an installed library with init, log and finish, such as" in refusal(arguments, capsys)
     monkeypatch.setitem(sys.modules, "wandb", library)
     monkeypatch.setenv("WANDB_PROJECT", "ours")
     train_here(arguments)
-    said = capsys.readouterr().out
-    assert said.count("notice: wandb.log failed, the run goes on") == 1 and "no upload" not in said
-    assert (out / "policy").exists() and (out / "checkpoints").exists()
+    numbers = [{name: value for name, value in row.items() if value not in (None, "parity")} for row in rows(out)]
+    first = [(row | {"at_step": step}, step, step == 1) for row in numbers if (step := row.pop("step")) is not None]
+    started, *others = given
+    assert others == [*first, True]
+    assert (started["project"], started["name"], started["resume"]) == ("ours", f"mine-{started['id']}", "allow")
     monkeypatch.delenv("WANDB_PROJECT")
     train_here([*arguments, "--resume"])
-    started, (first, _), (second, step), resumed = given
-    assert {name: resumed[name] for name in ("project", "name", "id", "resume")} == {
-        "project": "ours", "name": f"mine-{started['id']}", "id": started["id"], "resume": "allow"}  # fmt: skip
-    assert step == second["at_step"] == rows(out)[1]["step"]
-    assert second["reward"] == rows(out)[1]["reward"]
-    assert "reward" not in first and "probe" not in second
+    assert given[4:] == [started | {"config": read_json(out / "config.json")}, True]
 
 
-def test_a_run_whose_output_nobody_reads_goes_on():
-    """Standard output is a pipe whose reader ends, as a terminal that is closed."""
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_named_once_and_ends_no_run(good, tmp_path, monkeypatch, capsys, broken):
+    library = SimpleNamespace(**dict.fromkeys(("init", "log", "finish"), lambda *row, **named: None) | {broken: fails})
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    train_here(command(good, f"--engine transformers --steps 2 --tracker trackio --out {tmp_path}/run", *SMALL))
+    assert (tmp_path / "run" / "policy").exists()
+    said = capsys.readouterr().out
+    assert said.count("BrokenPipeError: its process has ended") == 1
+
+
+def test_a_run_whose_output_nobody_reads_goes_on_and_a_full_disk_is_an_error():
     code = """
-import os
-from report.errors import exit_with_message
-read, write = os.pipe()
-os.dup2(write, 1)
-with exit_with_message(2):
-    print("seen", flush=True)
+import os, sys
+from report.errors import print_each_line_at_once
+for _ in range(2): print_each_line_at_once()
+for stream in (sys.stdout, sys.stderr):
+    read, write = os.pipe()
+    os.dup2(write, stream.fileno())
     os.close(read)
-    for _ in range(3): print("not seen", flush=True)
-    os.write(2, b"done")
+    print("nobody reads this", file=stream)
+    os.write(stream.fileno(), b"nor this")
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+try: print("no place for this")
+except OSError as error: os._exit(error.errno)
 """
-    assert python("-c", code).stderr == "done"
+    python("-c", code, status=errno.ENOSPC)
 
 
-def test_three_signals_are_one_stop():
-    """The second comes while the first one ends the run, the third while the process ends."""
+def test_of_three_signals_the_first_ends_the_process():
+    """The second comes while the first one is unwound, the third while Python ends."""
     code = """
 import atexit, os, signal
-from report.errors import exit_with_message
-def stop(): os.kill(os.getpid(), signal.SIGINT)
-atexit.register(stop)
+from report.errors import exit_with_message, stop_on_signals
+stop_on_signals()
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
 with exit_with_message(2):
-    try: stop()
-    finally: stop()
+    try: os.kill(os.getpid(), signal.SIGINT)
+    finally: os.kill(os.getpid(), signal.SIGINT)
 """
     said = python("-c", code, status=130).stderr
     assert said.startswith("stopped by a signal") and len(said.splitlines()) == 1

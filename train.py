@@ -36,6 +36,7 @@ from extras import Flat
 from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
 from report import metrics
 from report.clock import Clock
+from report.curves import draw_at_evaluation
 from report.errors import (
     LARGEST,
     MANY,
@@ -50,7 +51,7 @@ from report.errors import (
     within,
 )
 from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
-from report.log import answer_line, log, settings_lines
+from report.log import answer_line, log, report, settings_lines
 from rl import Batch, Minibatches, Optimizer, Policy, in_micro_batches, make_batch
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
@@ -243,8 +244,10 @@ class Parts(extras.OneOwner):
         self.at_begin: list[Callable] = []  # trainer, record of config.json: before it is written
         self.observers: list[Callable] = []  # each Step: more metrics
         self.evaluations: list[Callable] = []  # see `evaluate`
-        self.writers: list[Callable] = []  # each row of metrics.jsonl
-        self.at_end: list[Callable] = []  # no argument: after the last step
+        self.writers: list[Callable] = []  # each row of metrics.jsonl: before its checkpoint
+        # Each row, after its checkpoint: what only reports, and ends no run.
+        self.reports: list[Callable] = [partial(draw_at_evaluation, run.out)]
+        self.at_end: list[Callable] = []  # no argument: after the policy is saved
         self.while_saved: list[Callable] = []  # no argument: a context, the model as it is saved
         self.after_save: list[Callable] = []  # the model and its new folder
         self.complete()
@@ -347,7 +350,7 @@ def train(trainer: Trainer) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
     config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
     if parts.first_step == 1:
-        log(trainer.run, {"step": 0} | evaluate(trainer, 0), extras.ENDINGS, parts.writers)
+        finish_step(trainer, {"step": 0} | evaluate(trainer, 0), saves=False)
     started = time.perf_counter()
     for step in range(parts.first_step, config.steps + 1):
         with stage(f"step {step}"):
@@ -361,13 +364,22 @@ def train(trainer: Trainer) -> None:
             done.metrics.update(evaluate(trainer, step))
         a_step = (time.perf_counter() - started) / (step - parts.first_step + 1)
         left = {"left_s": a_step * (config.steps - step)}
-        log(trainer.run, done.metrics | left, extras.ENDINGS, parts.writers)
-        if last or step % config.checkpoint_every == 0:
-            save_checkpoint(out, step, trainer.state_dict())
-    for finish in parts.at_end:
-        finish()
+        saves = last or step % config.checkpoint_every == 0
+        finish_step(trainer, done.metrics | left, saves)
     save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
+    report(parts.at_end)
     trainer.engine.close()
+
+
+def finish_step(trainer: Trainer, row: dict[str, Any], saves: bool) -> None:
+    """First what a resumed run needs, then what only reports."""
+    run, parts = trainer.run, trainer.parts
+    append_rows(run.out / "metrics.jsonl", [row])
+    for write in parts.writers:
+        write(row)
+    if saves:
+        save_checkpoint(run.out, row["step"], trainer.state_dict())
+    log(run, row, extras.ENDINGS, parts.reports)
 
 
 class Step(NamedTuple):
@@ -577,7 +589,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from report.quiet import harmless_left_out
-
-    with end_of_process(), harmless_left_out():
+    with end_of_process():
         main()

@@ -156,7 +156,7 @@ def both_texts(run: Any, problem: Problem) -> str:
 
 
 def install(run: Any, options: Any, parts: Any) -> None:
-    parts.writers.append(partial(explain_first_loss, run.config))
+    parts.reports.append(partial(explain_first_loss, run.config))
     parts.at_begin.append(partial(name_idle, run))
 
 

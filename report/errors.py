@@ -1,5 +1,6 @@
 """Rules of options, errors as sentences, a command's exit status, the lock of a run's folder."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +49,36 @@ def stage(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
 
 
+def show(stream: Any, text: str) -> None:
+    """Write to a standard stream. Nobody reads it after its terminal or the pipe's reader has gone:
+    it then goes nowhere, and no run ends.
+    """
+    try:
+        type(stream).write(stream, text)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):  # such as on a full disk
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def print_each_line_at_once() -> None:
     """Also to a file or a pipe, so that a log is never behind and a kill loses no line.
 
     Characters that the terminal cannot show are written as their numbers.
     """
-    if hasattr(sys.stdout, "reconfigure"):  # that of a notebook has no buffer
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # that of a notebook has no buffer
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+            stream.write = partial(show, stream)
+
+
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def stop_on_signals() -> None:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
             signal.signal(number, signal.default_int_handler)
 
 
@@ -75,10 +94,11 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        with suppress(OSError):  # the terminal may be gone
-            print("stopped by a signal; with --resume a run goes on from its newest checkpoint, or"
-                  " begins anew if it has none; a study deletes and repeats its unfinished runs",
-                  file=sys.stderr)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)  # the process ends; a further one would show how
+        print("stopped by a signal; with --resume a run goes on from its newest checkpoint, or"
+              " begins anew if it has none; a study deletes and repeats its unfinished runs",
+              file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""

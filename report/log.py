@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from report.curves import draw_at_evaluation
-from report.files import append_rows
+from report.errors import one_line
 
 STEP = (
     " | reward {reward:.3f}{terms} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
@@ -63,18 +62,26 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
 
 
 def log(
-    run: Any, figures: dict[str, Any], endings: dict[str, str], writers: list[Callable]
+    run: Any, figures: dict[str, Any], endings: dict[str, str], reports: list[Callable]
 ) -> None:
-    """All of it to metrics.jsonl and the writers, pictures, one line to the terminal."""
-    append_rows(run.out / "metrics.jsonl", [figures])
+    """One line to the terminal, and the reports."""
     print(log_line(figures, run.config.steps, endings))
     if "eval_reward" in figures and figures["step"]:
         peak = max(figures["generate_gib"], figures["update_gib"])
         tokens_s = figures["tokens"] / figures["generate_s"]
         print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s))
-    draw_at_evaluation(run.out, figures)
-    for write in writers:
-        write(figures)
+    report(reports, figures)
+
+
+def report(functions: list[Callable], *arguments: Any) -> None:
+    """Call each. What only reports ends no run: one that fails is named, and not called again."""
+    for function in [*functions]:
+        try:
+            function(*arguments)
+        except Exception as error:
+            functions.remove(function)
+            module = getattr(function, "func", function).__module__
+            print(f"notice: {module} failed and the run goes on without it: {one_line(error)}")
 
 
 def settings_lines(trainer: dict[str, Any], engine: dict[str, Any]) -> str:

@@ -23,13 +23,18 @@ def describe_model(
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
+    from safetensors import safe_open
     from transformers import GenerationConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder = Path(path)
+    for file in folder.glob("model*.safetensors"):
+        with stage(f"reading {file} (cut off, or a pointer that git-lfs has not fetched?)"):
+            safe_open(file, "pt")
     with stage(f"reading the model {path} ({MODELS})"):
         text = read_config(path)
-        tokenizer = load_tokenizer(path)
+        with stage(f"reading {folder / 'tokenizer.json'}"):
+            tokenizer = load_tokenizer(path)
         # Of config.json what it says itself: a class has a default of its own, such as 2.
         said, _ = PretrainedConfig.get_config_dict(path)
         levels = said, said.get("text_config", {})

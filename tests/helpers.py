@@ -107,7 +107,7 @@ def train_here(arguments: list[str]) -> None:
     """train.py in this process, without pictures, which take more time than a small run. test_watching.py draws."""
     close_live_engine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("report.log.draw_at_evaluation", lambda *_: None)
+        patch.setattr("train.draw_at_evaluation", lambda *_: None)
         train.main(arguments)
 
 

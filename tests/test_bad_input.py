@@ -53,6 +53,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --num-prompts 37 => must be at most 36 (all there are)
 --inflight-groups 33 --max-staleness 9 => must be at most 36
 --offload-optimizer => without a GPU
+--tracker tensorboard => such as trackio or wandb (TensorBoard is gone: its SummaryWriter.add_scalar takes
 --max-new-tokens 256 => below the model's context of 256
 --task toy --reward {root}/task.py => reward must be given with a data file only
 --task toy --reward-workers 2 => reward_workers must be 1 without a reward of a file
@@ -121,7 +122,9 @@ INDEX = f"{WEIGHTS}.index.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}
 MODELS = {
     "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
-    "cut off": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-99]), "file not fully covered"),
+    "cut off": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-99]),
+                "reading {folder}/model.safetensors (cut off, or a pointer that git-lfs has not fetched?) failed"),
+    "cut off tokens": (lambda f: (f / "tokenizer.json").write_text("{"), "reading {folder}/tokenizer.json failed"),
     "a tensor missing": (tensors(lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
     "another shape": (tensors(lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (tensors(lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),

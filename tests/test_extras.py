@@ -26,8 +26,8 @@ for name in sys.argv[1:]:
     path = "extras/" + name + ".py"
     os.rename(path, "away")
     if os.fork() == 0:
-        import report.log, train
-        report.log.draw_at_evaluation = lambda *_: None  # a picture takes longer than the step
+        import train
+        train.draw_at_evaluation = lambda *_: None  # a picture takes longer than the step
         tyro.extras.get_parser(train.Config).format_help()
         print(*train.Config().flat(), flush=True)
         sys.stdout = sys.stderr

@@ -1,34 +1,12 @@
-"""The first minute: what is missing is said in a sentence, what is harmless is not, and who else gets the numbers."""
+"""What is missing is said in a sentence; who else gets the numbers, and that no run ends because nobody gets them."""
 
+import errno
 import json
-import shutil
-import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import SMALL, command, python, read_json, refusal, rows, train_here
-
-from extras.tracker import Tracker
-
-WRITES = """
-import os, sys
-from report.quiet import harmless_left_out
-with harmless_left_out():
-    os.write(2, b"[W] NUMA binding: Using MEMBIND policy\\n")
-    os.write(2, b"\\0\\xff\\n")  # not text
-    print("a new warning", file=sys.stderr, flush=True)
-    {}
-print("after it", file=sys.stderr)
-"""
-
-
-@pytest.mark.parametrize("last, status, lines", [
-    ("", 0, ["\0\ufffd", "a new warning", "after it"]),
-    ("os.abort()", -signal.SIGABRT, ["\0\ufffd", "a new warning"]),  # what came before a crash is not lost
-])  # fmt: skip
-def test_harmless_lines_of_other_libraries_are_left_out_and_all_others_come_through(last, status, lines):
-    assert python("-c", WRITES.format(last), status=status).stderr.splitlines() == lines
+from helpers import SMALL, command, python, read_json, rows, train_here
 
 
 def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported():
@@ -37,37 +15,69 @@ def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported(
     assert len(said.splitlines()) == 1
 
 
-def test_a_missing_tracker_is_refused_and_a_resumed_run_goes_on_in_one_run_of_it(good, tmp_path, monkeypatch, capsys):
-    """With a module in place of wandb. The run is resumed before its first checkpoint, in another shell."""
+def fails(*row, **named):
+    raise BrokenPipeError("its process has ended")
+
+
+def test_a_resumed_run_goes_on_in_one_run_of_its_tracker(good, tmp_path, monkeypatch, capsys):
+    """With a module in place of wandb. What a run needs is written before it is reported. In another shell."""
     given, out = [], tmp_path / "mine"
+    checkpoint, policy = out / "checkpoints" / "step_000001.pt", out / "policy"
     library = SimpleNamespace(
-        init=lambda **options: given.append(json.loads(json.dumps(options))), finish=lambda: given.append("finished"),
-        log=given.append, define_metric=lambda *names, **options: None, __spec__="is installed")  # fmt: skip
+        init=lambda **named: given.append(json.loads(json.dumps(named))), finish=lambda: given.append(policy.exists()),
+        log=lambda row, step: given.append((row, step, checkpoint.exists())))  # fmt: skip
     arguments = command(good, f"--engine transformers --steps 1 --probe-every 1 --tracker wandb --out {out}", *SMALL)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "tracker must be installed, wandb is not: pip install wandb" in refusal(arguments, capsys)
     monkeypatch.setitem(sys.modules, "wandb", library)
     monkeypatch.setenv("WANDB_PROJECT", "ours")
     train_here(arguments)
-    monkeypatch.delenv("WANDB_PROJECT")
-    shutil.rmtree(out / "checkpoints")
-    assert "wandb replaces no row" not in capsys.readouterr().out
-    train_here([*arguments, "--resume"])
-    assert "wandb replaces no row: its rows from step 0 on stay" in capsys.readouterr().out
     numbers = [{name: value for name, value in row.items() if value not in (None, "parity")} for row in rows(out)]
-    started, *first, resumed = given[:5]
-    assert resumed == started | {"config": read_json(out / "config.json"), "resume": "allow"}
-    assert (started["project"], started["name"], len(started["id"])) == ("ours", "mine", 8)
-    assert first[2:] + given[5:] == ["finished", *numbers, "finished"]
-    assert "grad_norm" not in numbers[1] and "probe" not in numbers[1]
+    first = [(row | {"at_step": step}, step, step == 1) for row in numbers if (step := row.pop("step")) is not None]
+    started, *others = given
+    assert others == [*first, True]
+    assert (started["project"], started["name"], started["resume"]) == ("ours", f"mine-{started['id']}", "allow")
+    monkeypatch.delenv("WANDB_PROJECT")
+    train_here([*arguments, "--resume"])
+    assert given[4:] == [started | {"config": read_json(out / "config.json")}, True]
 
 
-def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first in (0, 1):
-        tracker = Tracker("tensorboard", tmp_path, {}, first)
-        for step in range(first, 2):
-            tracker.log({"step": step, "reward": 0.25})
-        tracker.close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(each.step, each.value) for each in events.Scalars("reward")] == [(0, 0.25), (1, 0.25)]
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_named_once_and_ends_no_run(good, tmp_path, monkeypatch, capsys, broken):
+    library = SimpleNamespace(**dict.fromkeys(("init", "log", "finish"), lambda *row, **named: None) | {broken: fails})
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    train_here(command(good, f"--engine transformers --steps 2 --tracker trackio --out {tmp_path}/run", *SMALL))
+    assert (tmp_path / "run" / "policy").exists()
+    said = capsys.readouterr().out
+    assert said.count("BrokenPipeError: its process has ended") == 1
+
+
+def test_a_run_whose_output_nobody_reads_goes_on_and_a_full_disk_is_an_error():
+    code = """
+import os, sys
+from report.errors import print_each_line_at_once
+for _ in range(2): print_each_line_at_once()
+for stream in (sys.stdout, sys.stderr):
+    read, write = os.pipe()
+    os.dup2(write, stream.fileno())
+    os.close(read)
+    print("nobody reads this", file=stream)
+    os.write(stream.fileno(), b"nor this")
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+try: print("no place for this")
+except OSError as error: os._exit(error.errno)
+"""
+    python("-c", code, status=errno.ENOSPC)
+
+
+def test_of_three_signals_the_first_ends_the_process():
+    """The second comes while the first one is unwound, the third while Python ends."""
+    code = """
+import atexit, os, signal
+from report.errors import exit_with_message, stop_on_signals
+stop_on_signals()
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+with exit_with_message(2):
+    try: os.kill(os.getpid(), signal.SIGINT)
+    finally: os.kill(os.getpid(), signal.SIGINT)
+"""
+    said = python("-c", code, status=130).stderr
+    assert said.startswith("stopped by a signal") and len(said.splitlines()) == 1

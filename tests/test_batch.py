@@ -10,7 +10,7 @@ from helpers import SIXTEEN, built, config_of
 from engine_adapter import ParityFlags, Rollout, Source
 from objectives import OBJECTIVES, Objective, TokenLoss, grpo
 from tasks import Problem
-from train import train_step
+from train import train, train_step
 from verify.batch import check_advantages, check_averaged, check_rollouts
 from verify.errors import AuditError
 
@@ -127,3 +127,10 @@ def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_
             parameter.mul_(scale)
     with pytest.raises(AuditError, match=r"the mismatch is .* nats, more than 10 times the canary's limit"):
         train_step(trainer, 2)
+
+
+def test_a_source_may_not_replace_a_figure_of_the_step(good, tmp_path):
+    trainer = built(good, tmp_path, steps=1, eval_problems=2)
+    trainer.source.after_update = lambda: {"reward": 7.0}
+    with pytest.raises(AssertionError, match=r"further=\{'reward': 7.0\} has a figure of the step"):
+        train(trainer)

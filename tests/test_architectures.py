@@ -71,8 +71,7 @@ def test_trainer_and_engine_agree_before_and_after_two_loads(name, tmp_path):
 
 @pytest.mark.engine
 def test_trainer_and_engine_agree_where_vllm_patches_the_models_python_class(tmp_path):
-    # Of GPT-2's names, untransposed; a buffer that is loaded; a head with a bias
-    for name in (*PATCHED, "Starcoder2", "Dots1", "Phi"):
+    for name in (*PATCHED, "Starcoder2", "Dots1"):  # GPT-2's names, untransposed; a buffer that is loaded
         process = forked(check_agreement, tmp_path / name, name)
         process.join()
         assert process.exitcode == 0
@@ -229,6 +228,7 @@ REFUSED = [
     pytest.param("GptOss", {}, "float32", "its weight load does not reach the experts of gpt_oss", marks=CPU_ONLY),
     pytest.param("Mamba2", dict(n_groups=2), "float32",
                  "after load 1 .*, or vLLM computes mamba2 differently: the canary", marks=UNGROUPED_NORM),
+    ("Phi", {}, "float32", "cannot start phi .*: vLLM's Transformers backend drops the bias of its head"),
     ("HunYuanMoEV1", {}, "float32", r"refused the weights.*: AssertionError\(\) in /.*\.py, line \d+: assert "),
     # vLLM ignores Ministral 3's llama_4_scaling_beta, which counts from there on.
     ("Ministral3, beyond its original context", {}, "float32",

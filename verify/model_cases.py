@@ -34,11 +34,7 @@ def refuse_or_repair(model: Any, dtype: torch.dtype, tensor_names: set[str]) -> 
         raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
                          " try float32")
     if "lm_head.bias" in tensor_names and model.lm_head.bias is None:
-        # vLLM's Transformers backend makes the bias of a head when a load brings one. It drops this
-        # bias again unless the weight has come before and fills the padded vocabulary.
-        with torch.device(model.lm_head.weight.device):
-            model.lm_head._register_bias()
-        model.lm_head.bias.data.zero_()
+        raise ValueError("vLLM's Transformers backend drops the bias of its head")
     if on_cpu:
         _rotate_natively(model)
 

@@ -77,3 +77,11 @@ def test_two_files_that_number_a_token_differently_are_refused(tmp_path):
     source(tmp_path, "llama3", "llama", GENERIC, added_tokens_decoder={500: {"content": "<|more|>"}})
     with pytest.raises(ValueError, match=r"<\|more\|> is not token 500 there"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_draws_its_tokens_is_refused(tmp_path):
+    alone = source(tmp_path, "llama3", "llama", GENERIC)
+    alone.model.dropout = 0.1
+    alone.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="must be without dropout"):
+        load_tokenizer(str(tmp_path))

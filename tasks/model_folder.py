@@ -133,8 +133,8 @@ def load_tokenizer(path: str) -> Any:
         path, trust_remote_code=False, clean_up_tokenization_spaces=False,
         split_special_tokens=False)
     if getattr(tokenizer.backend_tokenizer.model, "dropout", None):
-        raise ValueError(f"tokenizer.json in {path} must be without dropout (a text would have other"
-                         " tokens each time); set it to null there")
+        raise ValueError(f"tokenizer.json in {path} must be without dropout (a text would have"
+                         " other tokens each time); set it to null there")
     processors = Path(path) / "chat_template.json"  # which transformers leaves to processors
     if tokenizer.chat_template is None and processors.exists():
         tokenizer.chat_template = json.loads(processors.read_text())["chat_template"]

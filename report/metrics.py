@@ -15,6 +15,13 @@ from torch import Tensor
 from objectives import MAX_LOG_WEIGHT, kl_k3, loss_weights
 
 
+def further(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """`more`, of a source or an observer. Raises: ValueError if it has a figure of the step."""
+    if twice := figures.keys() & more.keys():
+        raise ValueError(f"a further metric must have a name of its own, got {', '.join(twice)}")
+    return more
+
+
 # ---------------------------------------------------------------------------------- of a token
 def agreement(logits: Tensor, _: Tensor, __: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """`agrees`: 1.0 where the target is a likeliest token, else 0. An rl.Measure."""
@@ -46,13 +53,6 @@ def before_update(
                     if name != "mismatch_max"}
         figures |= of_backend(*sides, fresh.advantages, objective, clip, max_length)
     return figures
-
-
-def further(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`more`, of a source or an observer. Raises: ValueError if it has a figure of the step."""
-    if twice := figures.keys() & more.keys():
-        raise ValueError(f"a further metric must have a name of its own, got {', '.join(twice)}")
-    return more
 
 
 def of_rollouts(

@@ -132,5 +132,5 @@ def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_
 def test_a_source_may_not_replace_a_figure_of_the_step(good, tmp_path):
     trainer = built(good, tmp_path, steps=1, eval_problems=2)
     trainer.source.after_update = lambda: {"reward": 7.0}
-    with pytest.raises(AssertionError, match=r"further=\{'reward': 7.0\} has a figure of the step"):
+    with pytest.raises(ValueError, match="must have a name of its own, got reward"):
         train(trainer)

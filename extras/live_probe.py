@@ -1,10 +1,16 @@
 """`--probe-every`, `--probe-on-alarm`, `--self-noise-every`: what probe/ measures during a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from report.errors import MANY, within
+from report.metrics import of_mismatch
+from rl import Batch, Policy, in_micro_batches, longest_first
+from verify.own_noise import precise_body, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,6 @@ def check(config: Any, options: Options) -> None:
 def install(run: Any, options: Options, parts: Any) -> None:
     def begin(trainer: Any, record: dict[str, Any]) -> None:
         from probe.diagnose import StepProbe
-        from probe.noise import observe_self_noise
 
         if options.probes:
             parts.observers.append(StepProbe(trainer, options))  # it copies the first weights
@@ -46,3 +51,26 @@ def install(run: Any, options: Options, parts: Any) -> None:
 
     if options != Options():
         parts.at_begin.append(begin)
+
+
+@torch.no_grad()
+def observe_self_noise(policy: Policy, config: Any, every: int, step: Any) -> dict[str, float]:
+    """Mean difference of the log-probabilities to those in twice the precision, in nats.
+
+    It is measured with the updated weights, once in `every` steps, the first included.
+    """
+    batch = step.batch
+    # --mask-truncated may leave no token.
+    if (step.metrics["step"] - 1) % every or not batch.mask.any():
+        return {}
+    rows = torch.arange(len(batch.inputs))
+    minibatches = [longest_first(batch, rows, config.micro_batch_tokens)]
+
+    def logprobs(policy: Policy, batch: Batch) -> Tensor:
+        return in_micro_batches(policy.score, batch, minibatches)["logprobs"]
+
+    wide = wide_dtype(policy.model)
+    precise = policy.changed(body=precise_body, head=replace(policy.head, dtype=wide))
+    exact = logprobs(precise, replace(batch, mask=batch.mask.to(wide)))
+    difference = of_mismatch(logprobs(policy, batch), exact, batch.mask)["mismatch_abs_mean"]
+    return {"self_noise_abs_mean": difference}

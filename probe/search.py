@@ -21,10 +21,10 @@ from extras.masks import MaskedSampling
 from extras.rounded_weights import rounded
 from probe import causes
 from probe.causes import Cause
-from probe.noise import twice_as_precise
 from probe.replay import NEVER_FULL, Replay, Weights
 from probe.traces import Trace
 from rl import Policy
+from verify.own_noise import twice_as_precise
 
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
@@ -181,7 +181,7 @@ class Probe(Replay):
                  block: int = NEVER_FULL) -> Pass:
         """With weights, and with the keys and values of old ones in the prompts' full blocks."""
         with self.policy.using(weights):
-            with twice_as_precise(self.policy):
+            with twice_as_precise(self.policy.model):
                 hidden = self.hidden(old, block)
             return Pass(self._read(hidden), self._read(self.hidden(old, block)), cause)
 

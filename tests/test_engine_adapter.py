@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import helpers
 import pytest
-import torch
 from helpers import (
     AT_PARITY,
     PROMPTS,
@@ -21,7 +20,6 @@ from helpers import (
     floors,
     floors_of,
     load_into,
-    mismatch,
     move,
     qwen2,
     started,
@@ -48,40 +46,6 @@ def check_settings(engine: Engine, **without) -> None:
 
 def long_prompts(length: int) -> list[list[int]]:
     return [helpers.drawn_ids(length) for _ in range(4)]
-
-
-# ------------------------------------------------------------------------------------------------ fixes off
-def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder, policy):
-    """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
-    with started(engine_folder, policy, ParityFlags(uncached_runtime=False)) as engine:
-        check_settings(engine, enable_prefix_caching=True, async_scheduling=True)
-        assert canary.length(engine) == canary.PROMPT_TOKENS  # it would read stale blocks
-        prompts = long_prompts(140)
-        assert floors(policy, engine, prompts=prompts) < AT_PARITY
-        move(policy)
-        load_into(engine, policy)
-        assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] > 0.01
-
-
-def test_without_processed_logprobs_only_temperature_1_agrees(engine_folder, policy):
-    with started(engine_folder, policy, ParityFlags(processed_logprobs=False)) as engine:
-        check_settings(engine, logprobs_mode="raw_logprobs")
-        assert mismatch(policy, engine)["mismatch_abs_mean"] > 0.05
-        assert floors(policy, engine, Sampling(1.0, 12, (2,))) < AT_PARITY
-
-
-def test_an_fp32_head_on_both_sides_is_closer_than_on_one(engine_folder):
-    model = qwen2(dtype=torch.bfloat16)
-    with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
-        model.model.embed_tokens.weight[:, 0] = 4.0
-        model.lm_head.weight[:, 0] = 16.0
-    fine, coarse = Policy(model), Policy(model, fp32_head=False)
-    with started(engine_folder, fine) as engine:
-        check_settings(engine)
-        both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]
-        assert both < 0.5 * one
-    with started(engine_folder, coarse, ParityFlags(fp32_head=False)) as engine:
-        check_settings(engine, head_dtype="bfloat16")
 
 
 # ------------------------------------------------------------------------------------------------ one engine at parity

@@ -61,7 +61,7 @@ def test_the_kernel_for_masks_keeps_what_pytorch_keeps(mask, scale):
     assert (ours != theirs).any(dim=1).sum() <= 2  # a sum that rounding puts on the other side of top-p
 
 
-def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_path, monkeypatch):
+def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_path, monkeypatch, capsys):
     """And the probe names the sampler, because the reported values are right."""
     from vllm.v1.worker.gpu.sample import sampler
 
@@ -73,6 +73,7 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
     _, row = rows_of_run(good, tmp_path / "wrong", words)
     assert row["mismatch_abs_mean"] < ROUNDING
     assert alarms(row, 0.2) == ["surprisal_z"]
+    assert "probe after step 1 (alarm of surprisal_z)" in capsys.readouterr().out
     report = (tmp_path / "wrong" / "probe" / "step_000001.txt").read_text()
     assert "=> semantics: tokens drawn from another distribution than the reported one" in report
 

@@ -133,15 +133,6 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, c
     assert record["audit"]["engine"] == "transformers"
 
 
-@pytest.mark.engine
-def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
-    words = "--task {root}/task.py --steps 1 --probe-on-alarm --parity.no-processed-logprobs"
-    rows_of_run(good, tmp_path, words, *SMALL)
-    assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean," in capsys.readouterr().out
-    report = (tmp_path / "probe" / "step_000001.txt").read_text()
-    assert "=> semantics: raw log-probabilities. Repair: " in report
-
-
 # ------------------------------------------------------------------------------------------------ users' tasks
 MINE = """
 def sample(rng):

@@ -13,7 +13,7 @@ from torch import Tensor
 from verify import canary
 from verify.errors import AuditError
 from verify.head import checked_logits
-from verify.own_noise import SIXTEEN, UNMEASURED, Widened, attempted
+from verify.own_noise import SIXTEEN, UNMEASURED, attempted, twice_as_precise
 
 
 def sampled(engine: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def check(policy: Any, engine: Any, batch: Any, not_stated: Collection[str] = ()
         return shaped.log_softmax(dim=-1).gather(-1, batch.targets[response, None])[:, 0]
 
     def in_float32() -> Tensor:
-        with Widened():
+        with twice_as_precise(policy.model):
             return logprobs(policy.model(input_ids=batch.inputs, use_cache=False).logits)
 
     with policy.using(policy.send.engine_parameters()):

@@ -1,9 +1,10 @@
-"""The canary's limit in 16 bits, from the trainer's own noise. It imports nothing of ours.
+"""The trainer's own noise, and the canary's limit in 16 bits from it. It imports nothing of ours.
 
-The noise is the distance of the trainer's log-probabilities from those of its weights in float32.
+The noise is the distance of the trainer's values from those in twice its precision.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ DATA = Tensor.data.__get__, Tensor.data.__set__
 class Widened(TorchFunctionMode):
     """Each function of torch gets narrower floats as wide ones: no second model is in memory."""
 
-    def __init__(self, wide: torch.dtype = torch.float32):
+    def __init__(self, wide: torch.dtype):
         super().__init__()
         self.wide = wide
         self.narrow = {torch.float32: SIXTEEN, torch.float64: (torch.float32, *SIXTEEN)}[wide]
@@ -42,6 +43,23 @@ class Widened(TorchFunctionMode):
         return function(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
 
 
+def wide_dtype(model: Any) -> torch.dtype:
+    """Of twice the model's precision."""
+    return torch.float64 if model.dtype == torch.float32 else torch.float32
+
+
+@contextmanager
+def twice_as_precise(model: Any) -> Iterator[None]:
+    """Experts run eagerly: torch has no grouped float64 product."""
+    usual = model.get_experts_implementation()
+    model.set_experts_implementation("eager")
+    try:
+        with Widened(wide_dtype(model)):
+            yield
+    finally:
+        model.set_experts_implementation(usual)
+
+
 def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
     """What needs float32; None, with a notice, if a kernel takes 16 bits alone."""
     try:
@@ -53,8 +71,8 @@ def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
 
 
 def precise_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
-    """As `rl.row_by_row`, in float32."""
-    with Widened():
+    """As `rl.row_by_row`, in twice the precision."""
+    with twice_as_precise(policy.model):
         return policy.hidden(batch.inputs)[response]
 
 

@@ -7,14 +7,11 @@ it was planted once. `make test-gpu-path` runs all but CANNOT.
 PART = {
     "test_runner_v2.py": "V2 alone; a temperature that is applied twice",
     # The sampler: vLLM has two, with different kernels.
-    "test_engine_adapter.py::test_without_processed_logprobs": "which logits V2 reads; a mode that is ignored",
-    "test_engine_adapter.py::test_an_fp32_head": "V2's copy to float32; logits rounded to bfloat16 before it",
     "test_engine_adapter.py::test_every_token": "V2's log-probabilities and stop tokens; those of another row",
     "test_engine_adapter.py::test_seeds_decide": "V2 draws by seed and position; seeds that depend on the batch",
     "test_engine_adapter.py::test_the_audit_names": "where a setting is read on V2; a sampler that is raw after all",
     "test_sampling_mask.py::test_the_engines_kept_sets": "V2's kernel for masks; half of top-p",
     # The cache.
-    "test_engine_adapter.py::test_without_uncached_runtime": "V2's stale blocks; a load that clears the cache",
     "test_engine_adapter.py::test_a_versioned_prefix_cache": "V2's table of blocks; blocks of an earlier request",
     "test_planted.py::test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass[blocks of": "V2; an old key",
     # Requests over a load.

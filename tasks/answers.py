@@ -81,7 +81,7 @@ FORMULA = r"""(?x)(?:
       | [⇒⟹\u2600-\u27bf\U0001f000-\U0001ffff])
     [^\w\n\\\#] | [\d_²³π] | (?<=')t\b)++"""
 # Other minus signs than - and U+2212; an en dash with a space behind it separates words.
-MINUS = r"[\u2010\u2011\ufe63\uff0d]|\u2013(?=[\d.$])"
+MINUS = r"[\u2010\u2011\ufe63\uff0d]|\u2013(?=[\d.$€£]|\\[$])"
 EMPTY_BOX = r"\\(?:boxed|fbox)\s*\{\s*\}"
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
 

@@ -48,7 +48,8 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
             beginning = last["content"]
         render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
                          **data.template_args)
-        kind = tuple((message["role"], not message["content"].strip()) for message in messages)
+        kind = tuple((*message, message["role"], not message["content"].strip())
+                     for message in messages)
         if kind not in printed:
             refuse_lost(render, messages)
             printed.add(kind)

@@ -111,6 +111,7 @@ D => (C) 3 (D) 4⏎So (D).
 D =/= (A) 1⏎(B) 2⏎(C) 3⏎(D) 4 ~ A. 1⏎B. 2⏎C. 3⏎D. 4 ~ Option C: 3⏎Option D: 4 ~ **C.** 3⏎**D.** 4
 # sign
 -3 => x = - 3 ~ x = − 3. ~ The answer is - 3 ~ $x = - 3$ ~ \boxed{- 3} ~ - 3 ~ it becomes - 3 ~ x = –3
+-3 => It is –€3 ~ It is –\$3
 -3 => 所以 x = - 3。
 -3 =/= x = 3 ~ 5 - 3 ~ 2x - 3 ~ x = 3 or -3 ~ x = 3 or x = - 3 ~ (2, -3) ~ x - 3 ~ not -3 ~ ± 3
 3 => x = + 3 ~ x = 3 ~ Answer - 3 ~ Answer – 3

@@ -88,6 +88,14 @@ def test_earlier_thoughts_and_empty_messages_may_be_left_out():
         "<turn>user 1<end><turn>assistant <end><turn>user 2<end><turn>assistant <think>b</think>3"]
 
 
+def test_a_text_that_is_lost_beside_a_call_is_refused_after_a_chat_of_the_same_roles():
+    plain, called = (chat("user: 1", "assistant: 2", "user: 3") for _ in range(2))
+    called.messages[1]["tool_calls"] = [{"function": {"name": "add"}}]
+    template = CHATML.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}")
+    with pytest.raises(ValueError, match=LOST + "assistant"):
+        prompts(plain, called, template=template)
+
+
 LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 

@@ -20,11 +20,9 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import LifoQueue
-from socket import SO_RCVTIMEO, SOL_SOCKET, socket
-from struct import pack
+from socket import socket, socketpair
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -63,8 +61,9 @@ class TaskFile:
 
     def reward(self, problem: Any, response: str) -> Any:
         """A finite number, a dictionary of them, or None; of a text without a rollout."""
-        (reward,) = self._call("the reward", "grade", fields(problem, PROBLEM), [response],
-                               [fields(None, ROLLOUT)])
+        ((reward,),) = self.grade([(problem, [response], [None])])
+        if isinstance(reward, ValueError):
+            raise reward
         return reward
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
@@ -129,25 +128,25 @@ class Process:
         return self._ask(what, name, *arguments)
 
     def _start(self) -> None:
-        self.connection, theirs = Pipe()
+        self.socket, theirs = socketpair()
+        self.stream = self.socket.makefile("rwb")
         with theirs:
             self.child = subprocess.Popen(
                 [sys.executable, "-u", "-c", PROGRAM, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONHASHSEED": str(self.file.seed)},  # the order of a set
                 start_new_session=True)  # a signal of the terminal reaches the run alone
-        self.connection.recv()  # the process has started; the limit is for the file's code
+        self.stream.readline()  # the process has started; the limit is for the file's code
 
     def _ask(self, what: str, *call: Any) -> Any:
         limit = self.file.limit_s
-        # Of each read, because the file's code can also write a part of a message.
-        timeout = pack("ll", *divmod(math.ceil(limit * 1e6), 10**6))  # seconds, microseconds
-        with socket(fileno=os.dup(self.connection.fileno())) as pipe:
-            pipe.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeout)
         try:
-            self.connection.send(call)
-            result, error = self.connection.recv()
-        except BlockingIOError:
+            # Of each read, because the file's code can also write a part of a message.
+            self.socket.settimeout(limit)
+            pickle.dump(call, self.stream)
+            self.stream.flush()
+            result, error = pickle.load(self.stream)
+        except TimeoutError:
             self.kill()
             error = f"no answer within {limit:g} s; try --reward-limit-s"
         except Exception:  # no answer, or bytes of the file's code in its place
@@ -169,11 +168,12 @@ class Process:
 def serve() -> None:
     """Answer calls until the run ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed run ends this too
-    process, functions, connection = os.getpid(), Functions(), Connection(int(sys.argv[1]))
+    process, functions, connection = os.getpid(), Functions(), socket(fileno=int(sys.argv[1]))
     with suppress(EOFError, OSError):
-        connection.send("started")
+        connection.send(b"started\n")
+        calls = connection.makefile("rb")
         while True:
-            name, *arguments = connection.recv()
+            name, *arguments = pickle.load(calls)
             try:  # to pickle an object of the file's own class can fail too
                 answer = pickle.dumps((getattr(functions, name)(*arguments), None))
             except BaseException as raised:  # SystemExit, asyncio.CancelledError, KeyboardInterrupt
@@ -182,7 +182,7 @@ def serve() -> None:
             if os.getpid() != process:  # a child that the user's code forked and did not end
                 os._exit(0)
             signal.alarm(0)  # one that the user's code set and did not clear
-            connection.send_bytes(answer)
+            connection.sendall(answer)
 
 
 class Functions:

@@ -32,7 +32,7 @@ FAILURES = {  # None: the reward is 1
     "raise KeyError('no such thing')": "KeyError: 'no such thing'", "sys.exit(0)": "SystemExit: 0",
     "ctypes.string_at(0)": "ended with status -11",
     "collections.deque(itertools.repeat(0), maxlen=0)": "no answer within 0.5 s",  # in C: no signal handler is run
-    "os.write(int(sys.argv[1]), b'\\0\\0')\n while True: pass": "no answer within 0.5 s",  # half a message
+    "os.write(int(sys.argv[1]), b'\\x80\\4')\n while True: pass": "no answer within 0.5 s",  # half a message
     "return math.nan": "it returned nan", "return '1.0'": "it returned '1.0'",
     "return {'a': 1.0, 'b': None}": "its part b is None, not a finite number",
     "return fractions.Fraction(1)": None, "print('printed'); return 1": None,

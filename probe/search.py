@@ -17,7 +17,7 @@ from torch import Tensor
 
 from examples.record_vllm import NEUTRAL
 from extras.linear_layers import linear_layers
-from extras.masks import MaskedSampling
+from extras.masks import MaskedSampling, has_mask
 from extras.rounded_weights import rounded
 from probe import causes
 from probe.causes import Cause
@@ -34,7 +34,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause: at most this share may rem
 # this many standard deviations of a fair coin.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
-EDGES = 0.7, 1.4  # powers of top_p and min_p: how far rounding may move a mask's edge
+MOVES = 8.0  # times the rounding of logits: how far it may move a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 OFF = NEUTRAL | {"top_k": 0}  # fields of a MaskedSampling; vLLM's word for no top-k is -1
@@ -139,13 +139,16 @@ class Probe(Replay):
         sampling = trace.sampling
         self.distributions = distributions_of(sampling, policy.model, trainer)
         self.unmasked = replace(sampling, **OFF)
-        self.sides = [replace(sampling, top_p=sampling.top_p**power, min_p=sampling.min_p**power)
-                      for power in EDGES]
+        self.sides: list[MaskedSampling] = []
         scored = next(iter(self.distributions))
         fp32_head = policy.head.dtype == torch.float32
         where = "in the engine" if fp32_head else "on both sides"
         self.heads = {policy.model.dtype: causes.HEAD.of(where), torch.float32: None}
         self.trainer = Readout(scored, torch.float32 if fp32_head else policy.model.dtype)
+        self.now = self._forward(None, self.weights)
+        moved = MOVES * self._rounding(self.now, self.trainer)[1]
+        self.sides = [replace(sampling, top_p=sampling.top_p**power, min_p=sampling.min_p**power)
+                      for power in (math.exp(-moved), math.exp(moved))]
         self.now = self._forward(None, self.weights)
         self.recomputed = self.now.rounded[self.trainer]  # (N,) the trainer's log-probabilities
         self.start = self.explain(self.now, Readout(scored, torch.float32))
@@ -213,6 +216,14 @@ class Probe(Replay):
         """The engine's error against a hypothesis: (N,)."""
         return self.reported - hypothesis.precise[readout]
 
+    def _rounding(self, hypothesis: Pass, readout: Readout) -> tuple[Tensor, float, Tensor]:
+        """The trainer's |error| without a mask, also as a share of 1 - p, and 1 - p itself."""
+        unmasked = replace(readout, distribution=self.unmasked)
+        exact = hypothesis.precise[unmasked]
+        error = (hypothesis.rounded[unmasked] - exact).abs()
+        others = ROUNDING - exact.expm1()
+        return error, (error.sum() / others.sum()).item(), others
+
     def limits(self, hypothesis: Pass, readout: Readout) -> tuple[float, Tensor, float, float]:
         """The trainer's mean |error| and the noise of each token, in nats, (N,); the limits of the
         engine's mean |error| and of each sequence's, in multiples of the noise.
@@ -221,12 +232,7 @@ class Probe(Replay):
         edge changes, kept or not, is noise too. A mask leaves few uncertain tokens, so the
         trainer's error is measured without it.
         """
-        unmasked, *sides = (replace(readout, distribution=each)
-                            for each in (self.unmasked, *self.sides))
-        exact = hypothesis.precise[unmasked]
-        error = (hypothesis.rounded[unmasked] - exact).abs()
-        others = ROUNDING - exact.expm1()
-        share = error.sum() / others.sum()
+        error, share, others = self._rounding(hypothesis, readout)
         multiples = error / (share * others + ROUNDING)
         mean = multiples.mean().item()
         sequences = len(self.inputs)
@@ -234,8 +240,11 @@ class Probe(Replay):
         # show their spread.
         distance = (self.row_means(multiples) - mean).square().sum() + multiples.square().mean()
         spread = (distance / sequences).sqrt().item()
-        one, other = (hypothesis.precise[side] for side in sides)
-        noise = share * -hypothesis.precise[readout].expm1() + ROUNDING + (one - other).abs()
+        one, other = (hypothesis.precise[replace(readout, distribution=side)]
+                      for side in self.sides)
+        noise = share * -hypothesis.precise[readout].expm1() + ROUNDING
+        if has_mask(readout.distribution):
+            noise = noise + (one - other).abs().nan_to_num(0.0, posinf=math.inf)
         # The worst sequence of all is further away than one.
         alone = 2 * limit(mean, spread, 1)
         return error.mean().item(), noise, limit(mean, spread, sequences), alone

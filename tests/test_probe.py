@@ -209,6 +209,8 @@ def test_noise_is_in_proportion_to_what_a_token_leaves_to_others_and_a_mask_may_
     assert probe.explain(found, probe.start.readout).wrong.nonzero().tolist() == [[1], [2]]
     found.precise[replace(probe.start.readout, distribution=probe.sides[0])] = exact + (probe.rows == 1) * 0.1
     assert probe.explain(found, probe.start.readout).wrong.nonzero().tolist() == [[2]]
+    exact[probe.rows == 3] = -torch.inf  # the mask leaves these tokens out, wherever its edge is
+    assert probe.explain(found, probe.start.readout).wrong.nonzero().tolist() == [[2], [3]]
 
 
 # ------------------------------------------------------------------------------------------------ traces and commands

@@ -34,7 +34,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause: at most this share may rem
 # this many standard deviations of a fair coin.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
-EDGES = 0.7, 1.4  # powers of top_p and min_p: how far rounding may move a mask's edge
+WRONG_TOKENS = 1 / 2  # of a wrong request: at a mask's edge one token may be far off
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 OFF = NEUTRAL | {"top_k": 0}  # fields of a MaskedSampling; vLLM's word for no top-k is -1
@@ -136,11 +136,8 @@ class Probe(Replay):
         super().__init__(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = earlier
-        sampling = trace.sampling
-        self.distributions = distributions_of(sampling, policy.model, trainer)
-        self.unmasked = replace(sampling, **OFF)
-        self.sides = [replace(sampling, top_p=sampling.top_p**power, min_p=sampling.min_p**power)
-                      for power in EDGES]
+        self.distributions = distributions_of(trace.sampling, policy.model, trainer)
+        self.unmasked = replace(trace.sampling, **OFF)
         scored = next(iter(self.distributions))
         fp32_head = policy.head.dtype == torch.float32
         where = "in the engine" if fp32_head else "on both sides"
@@ -192,7 +189,7 @@ class Probe(Replay):
             states = hidden if dtype == torch.float32 else hidden.to(dtype)
             head = replace(self.policy.head, temperature=1.0,
                            dtype=torch.promote_types(states.dtype, dtype))
-            for sampling in {*self.distributions, self.unmasked, *self.sides}:
+            for sampling in {*self.distributions, self.unmasked}:
                 logprobs = self.logprobs(states, head, sampling)
                 values[Readout(sampling, dtype)] = logprobs.double()
         return values
@@ -217,12 +214,10 @@ class Probe(Replay):
         """The trainer's mean |error| and the noise of each token, in nats, (N,); the limits of the
         engine's mean |error| and of each sequence's, in multiples of the noise.
 
-        Rounded logits move a log-probability in proportion to 1 - p. What a token at the mask's
-        edge changes, kept or not, is noise too. A mask leaves few uncertain tokens, so the
-        trainer's error is measured without it.
+        Rounded logits move a log-probability in proportion to 1 - p. A mask leaves few uncertain
+        tokens, so the trainer's error is measured without it.
         """
-        unmasked, *sides = (replace(readout, distribution=each)
-                            for each in (self.unmasked, *self.sides))
+        unmasked = replace(readout, distribution=self.unmasked)
         exact = hypothesis.precise[unmasked]
         error = (hypothesis.rounded[unmasked] - exact).abs()
         others = ROUNDING - exact.expm1()
@@ -234,8 +229,7 @@ class Probe(Replay):
         # show their spread.
         distance = (self.row_means(multiples) - mean).square().sum() + multiples.square().mean()
         spread = (distance / sequences).sqrt().item()
-        one, other = (hypothesis.precise[side] for side in sides)
-        noise = share * -hypothesis.precise[readout].expm1() + ROUNDING + (one - other).abs()
+        noise = share * -hypothesis.precise[readout].expm1() + ROUNDING
         # The worst sequence of all is further away than one.
         alone = 2 * limit(mean, spread, 1)
         return error.mean().item(), noise, limit(mean, spread, sequences), alone
@@ -243,14 +237,14 @@ class Probe(Replay):
     def explain(self, hypothesis: Pass, readout: Readout) -> Explanation:
         trainer_error, noise, allowed, allowed_alone = self.limits(hypothesis, readout)
         size = size_of(self.error(hypothesis, readout))  # (N,)
-        multiples = (size - ROUNDING).clamp(min=0) / noise
+        multiples = ((size - ROUNDING) / noise).clamp(0, allowed_alone / WRONG_TOKENS)
         wrong = self.row_means(multiples) > allowed_alone
         right = ~wrong[self.rows]  # (N,)
         explains_right = (multiples[right].nanmean().item() <= allowed
                           and self._each_removes_enough(hypothesis, readout))
         changes = (hypothesis.cause, self.distributions[readout.distribution],
                    self.heads[readout.head])
-        in_nats = allowed * noise[noise.isfinite()].mean().item() + ROUNDING
+        in_nats = allowed * noise.mean().item() + ROUNDING
         return Explanation(tuple(filter(None, changes)), readout, size.nanmean().item(),
                            trainer_error, in_nats, wrong, explains_right)
 

@@ -3,7 +3,6 @@
 Names and meanings were read in TRL 1.16.0, verl (1dda039) and prime-rl (559b447).
 """
 
-import json
 from bisect import bisect_left
 from math import isfinite, log
 from pathlib import Path
@@ -11,6 +10,7 @@ from statistics import fmean
 
 from report.errors import stage
 from report.files import read_json
+from tasks.problem_files import read_text
 
 # Columns of both tables, in nats: the mean |mismatch| of tokens; their mean k3, an estimate of
 # KL(engine || trainer).
@@ -104,7 +104,5 @@ def placed(value: float, column: int, dtype: str) -> tuple[str, str]:
 def rows_of(path: str) -> list[dict]:
     """Rows of JSON lines (verl: of their `data`), or of TRL's trainer_state.json."""
     with stage(f"reading {path} as JSON lines or as a trainer_state.json"):
-        text = Path(path).read_text("utf-8-sig")
-        lines = (json.loads(line) for line in text.split("\n") if line.strip())
-        rows = json.loads(text)["log_history"] if '"log_history"' in text else lines
-        return [row.get("data", row) for row in rows]
+        field = "log_history" if path.endswith(".json") else None
+        return [row.get("data", row) for _, row in read_text(path, "", field)]

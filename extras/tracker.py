@@ -33,7 +33,7 @@ def check_machine(config: Any, options: Options) -> None:
         return
     try:
         attrgetter(*FUNCTIONS)(import_module(options.tracker))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError("tracker must be an installed library with init, log and finish, such as"
                          " trackio or wandb (TensorBoard is gone: its SummaryWriter.add_scalar"
                          f" takes the numbers of metrics.jsonl), got {options.tracker}:"

@@ -77,7 +77,7 @@ def report(functions: list[Callable], *arguments: Any) -> None:
     for function in [*functions]:
         try:
             function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             functions.remove(function)
             module = getattr(function, "func", function).__module__
             print(f"notice: {module} failed and the run goes on without it: {one_line(error)}")

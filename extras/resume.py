@@ -102,11 +102,14 @@ def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
 def go_on(step: int, trainer: Any, record: dict[str, Any]) -> None:
     """Drop the rows after the checkpoint's step, and keep the run's first record.
 
-    What goes on now is in its list `resumed`.
+    What goes on now is in its list `resumed`. Raises: ValueError if rows are missing.
     """
     out = trainer.run.out
     for name in TABLES:
         rows = [row for row in read_rows(out / name) if row["step"] <= step]
+        if name == "metrics.jsonl" and [row["step"] for row in rows] != [*range(step + 1)]:
+            raise ValueError(f"{name} of a resumed run must have the steps 0 to {step}, {out} has"
+                             f" {len(rows)} of them; try another --out")
         replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))
     now, first = {"step": step + 1} | record, read_json(out / "config.json")
     record.clear()

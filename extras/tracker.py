@@ -53,7 +53,7 @@ def install(run: Any, options: Options, parts: Any) -> None:
             arguments = {name: os.environ.get(WANDB[name], value)
                          for name, value in arguments.items()}
         arguments = record.setdefault(options.tracker, arguments)  # those of the resumed run
-        library.init(**arguments, config=record, resume="allow")
+        library.init(**arguments, config=dict(record), resume="allow")
         parts.reports.append(log)
         parts.at_end.append(library.finish)
 

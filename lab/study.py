@@ -163,8 +163,11 @@ class Run:
             raise ValueError(f"{whose} must have the steps 0 to {self.config.steps} in"
                              f" metrics.jsonl, it has {len(steps)}; delete it to repeat it")
         files, prompts, is_decided = self.job
+        if not is_decided:  # by the seed: another task each time
+            files = {name: digest for name, digest in files.items()
+                     if name.startswith(f"{self.config.model}/")}
+        refuse_changes("model and its task", record["files"] | files, record["files"], whose)
         if is_decided:
-            refuse_changes("model and its task", record["files"] | files, record["files"], whose)
             refuse_other_prompts(prompts, record["prompts"], whose)
 
     @property

@@ -150,8 +150,8 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     except Exception:  # of many kinds, and torch advises to trust the file
         damaged = True
     if damaged:
-        raise ValueError(f"a checkpoint must be as it was written, {file} is damaged or missing;"
-                         f" move {folder} away to go on from the one before it")
+        raise ValueError(f"a checkpoint must be as it was written, {file} is damaged, missing or of"
+                         f" another version; move {folder} away to go on from the one before it")
     return state
 
 

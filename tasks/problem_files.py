@@ -38,7 +38,8 @@ OF_A_QUESTION = (r"(?i)(.*_)?(choices?|options?|endings|distractor|context|passa
 # A text of messages, not a question that begins with other JSON.
 MESSAGES = r"""(?sx)\s*\[\s*\{\s*["'](?:(?:role|from)["']\s*:.*["'](?:content|value)
     |(?:content|value)["']\s*:.*["'](?:role|from))["']\s*:.*\}\s*\]\s*\Z"""
-ROLES = {"human": "user", "gpt": "assistant"}  # of turns with `from` and `value`, ShareGPT's form
+# Names of roles by ShareGPT, Gemini and others.
+ROLES = {"human": "user"} | dict.fromkeys(("gpt", "model", "bot", "assistant"), "assistant")
 LOSSY = r"float(?:16|32)(?='(?!:))|ClassLabel(?=\()"  # in the type of a column, at any depth
 ENOUGH_FAULTS = 20  # to refuse a file: math-verify needs minutes for the answers of a large one
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
@@ -437,7 +438,7 @@ def as_prompt(texts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
                 content = message.pop("value")
             if not isinstance(content, str):  # texts in parts, or none beside calls of tools
                 content = "".join(part["text"] for part in content or [])
-            messages.append(message | {"role": ROLES.get(role, role), "content": content})
+            messages.append(message | {"role": ROLES.get(role.lower(), role), "content": content})
         question = [message["content"] for message in messages if message["role"] == "user"][-1]
         if not question.strip():
             raise LookupError("no question")

@@ -38,8 +38,8 @@ import tyro
 # In the order in which they are installed.
 NAMES = (
     "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs",
-    "inflight", "variants", "transformers_engine", "rounded_weights", "lora",
-    "gradient_checkpointing", "adapter_folder", "memory_check", "prompts_once", "offload",
+    "inflight", "variants", "transformers_engine", "rounded_weights",
+    "gradient_checkpointing", "lora", "memory_check", "prompts_once", "offload",
     "rejection", "resume", "notices", "live_probe", "tracker", "multimodal",
     "export_sampling", "keep_best", "training_answers")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}

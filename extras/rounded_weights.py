@@ -28,7 +28,7 @@ class Options:
 
 
 def check(config: Any, options: Options) -> None:
-    if options.rollout_weights != "own" and config.given & {"engine", "lora_rank"}:
+    if options.rollout_weights != "own" and config.given & {"engine", "lora_rank", "adapter"}:
         raise ValueError("rollout_weights must be own with engine transformers, and with lora_rank"
                          " (only full training with engine vllm rounds what it sends), got"
                          f" {options.rollout_weights}")

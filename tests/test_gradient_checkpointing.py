@@ -6,8 +6,9 @@ import transformers
 from helpers import ARCHITECTURES, qwen2, small_model
 
 from engine_adapter import Rollout
+from extras.adapters import Adapters, factors
 from extras.gradient_checkpointing import checkpoint_layers
-from extras.lora import Adapters, Options
+from extras.lora import Options
 from rl import Policy, make_batch
 from verify.model_cases import attention_for
 
@@ -25,7 +26,7 @@ def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
     model.set_attn_implementation(attention_for(model.config))
     if rank:
         for layer in Adapters(model, Options(rank), seed=0).layers.values():
-            layer.lora_B.data.normal_(0, 0.1)
+            factors(layer)[1].data.normal_(0, 0.1)
     policy, passes = Policy(model), []
     trained = [each for each in model.parameters() if each.requires_grad]
     expected = torch.autograd.grad(policy.score(BATCH)["logprobs"].sum(), trained)

@@ -1,18 +1,38 @@
-"""Adapters (--lora-rank): identities and gradients.
+"""Adapters (--lora-rank, --adapter): identities, gradients, folders that PEFT and vLLM write and load, refusals.
 
-Loads, and models that are refused, are in test_rounded_weights.py, a resumed run in test_resume.py, and what a run
-saves in test_adapter_folder.py.
+Loads, and models that are refused, are in test_rounded_weights.py, a resumed run in test_resume.py.
 """
 
+import shutil
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import RECURRENT, at, qwen2, small_model
+from helpers import (
+    RECURRENT,
+    ROUNDING,
+    at,
+    built,
+    close_live_engine,
+    command,
+    policy_in,
+    qwen2,
+    refusal,
+    rewrite,
+    small_model,
+    tensors,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from engine_adapter import Rollout
-from extras.lora import Adapters, Options
+from extras.adapters import Adapters, factors
+from extras.lora import CONFIG, TENSORS, Options
+from report.files import checkpoints, save_checkpoint, save_policy
 from rl import Optimizer, Policy, make_batch
+from tasks.toys import toy_tokenizer
+from train import train_step
 
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
 logprobs = lambda policy: at(policy, 0.7).score(BATCH)["logprobs"]  # noqa: E731
@@ -26,8 +46,9 @@ def adapted(model: torch.nn.Module, **options) -> Policy:
 def grow(policy: Policy) -> None:
     """A random B of each layer, such that |s B A| = 0.05 |W|."""
     for layer in policy.send.layers.values():
-        b = torch.randn(layer.lora_B.shape)
-        layer.lora_B.copy_(b * 0.05 * layer.weight.float().norm() / (layer.scale * b @ layer.lora_A).norm())
+        a, b, scale = factors(layer)
+        b.normal_()
+        b *= 0.05 * layer.weight.float().norm() / (scale * b @ a).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -60,9 +81,115 @@ def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradien
     modules = dict(plain.model.named_modules())
     logprobs(policy).sum().backward()
     for module, layer in policy.send.layers.items():
-        full = layer.scale * modules[module].weight.grad.float()  # (out, in)
-        for found, expected in ((layer.lora_A.grad, layer.lora_B.T @ full),
-                                (layer.lora_B.grad, full @ layer.lora_A.T)):  # fmt: skip
+        a, b, scale = factors(layer)
+        full = scale * modules[module].weight.grad.float()  # (out, in)
+        for found, expected in ((a.grad, b.T @ full), (b.grad, full @ a.T)):
             error = (found - expected).norm() / expected.norm()
             assert error < (1e-5 if dtype == torch.float32 else 4e-2)  # dW is rounded to 16 bits
     assert policy.head.weight.grad is None
+
+
+# ------------------------------------------------------------------------------------------------ folders
+IDS = torch.tensor([[5 + row, 6, 7, 8, 9 + row, 10] for row in range(4)])
+ROWS = make_batch([Rollout(row[:1], None, row[1:], [0.0] * 5) for row in IDS.tolist()])
+
+
+@torch.no_grad()
+def of_peft(model: Path, adapter: Path) -> torch.Tensor:
+    """Log-probabilities of IDS after the first column, (4, 5)."""
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter).eval()
+    return loaded(input_ids=IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+
+
+def of_vllm(model: Path, adapter: Path) -> torch.Tensor:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    close_live_engine()
+    llm = LLM(str(model), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
+              kv_cache_memory_bytes=2**24, enable_prefix_caching=False, enable_lora=True, max_lora_rank=8)
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": row} for row in IDS.tolist()]
+    answers = llm.generate(prompts, sampling, lora_request=LoRARequest("trained", 1, str(adapter)), use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    return torch.tensor([[column[token].logprob for column, token in
+                          zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True)]
+                         for answer in answers])
+
+
+@pytest.fixture(scope="module")
+def tuned(good, tmp_path_factory) -> Path:
+    """PEFT's folder after three steps: rsLoRA with a dropout and patterns, on two layers of 14."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(good / "model"), LoraConfig(
+        r=3, lora_alpha=8, use_rslora=True, lora_dropout=0.1, target_modules=["q_proj", "down_proj"],
+        layers_to_transform=[1], task_type="CAUSAL_LM",
+        rank_pattern={"q_proj": 5}, alpha_pattern={"down_proj": 30}))  # fmt: skip
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        adam.step()
+        adam.zero_grad()
+    folder = tmp_path_factory.mktemp("tuned")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.engine
+def test_a_run_starts_from_adapters_of_peft_and_leaves_some_that_peft_and_vllm_load(good, tuned, tmp_path):
+    model, out, begun = good / "model", tmp_path / "run", shutil.copytree(tuned, tmp_path / "tuned")
+    options = dict(engine="vllm", adapter=str(begun), kl_coef=0.1, task=str(good / "task.py"), max_new_tokens=4,
+                   lr=1e-2, group_size=8, num_minibatches=1, temperature=2.0, gradient_checkpointing=True)  # fmt: skip
+    trainer = built(good, out, **options)
+    policy = at(trainer.policy, 1.0)
+    first = policy.score(ROWS)["logprobs"].detach()
+    assert (first - of_peft(model, begun)).abs().max() < ROUNDING
+    to_first = [train_step(trainer, step).metrics["kl_ref"] for step in (1, 2, 3)]
+    assert to_first[0] == 0 < to_first[2]  # the reference is the policy that PEFT has trained
+    save_policy(trainer.run, policy.model, trainer.parts, out / "policy")
+    save_checkpoint(trainer, 3)
+    last = policy.score(ROWS)["logprobs"].detach()
+    assert (last - first).abs().max() > 100 * ROUNDING
+    assert (last - policy_in(out / "policy").score(ROWS)["logprobs"]).abs().max() < ROUNDING
+    for load in of_peft, of_vllm:
+        assert (last - load(model, *checkpoints(out))).abs().max() < ROUNDING
+    tensors(lambda table: table.popitem()[1].add_(1), TENSORS)(begun)
+    with pytest.raises(ValueError, match=f"changed are {begun}/{TENSORS};"):
+        built(good, out, resume=True, **options)
+
+
+def templated():
+    """The model's tokenizer, with a chat template that a fine-tuning has added."""
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = "={{ messages[0].content }}="
+    return tokenizer
+
+
+A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+HEAD = "base_model.model.lm_head.weight"  # of modules_to_save
+REFUSED = {
+    "entry_of_a_newer_peft": rewrite(CONFIG, entry_of_a_newer_peft=1),
+    "another peft_type or init_lora_weights; try": rewrite(CONFIG, init_lora_weights="pissa", use_rslora=False),
+    "{folder} trains model.layers.1.self_attn.q_proj.lora_": rewrite(CONFIG, use_dora=True),
+    "{folder} trains model.layers.0.self_attn.q_proj.bias": rewrite(CONFIG, bias="all"),
+    "{folder} trains model.embed_tokens": rewrite(CONFIG, target_modules=["embed_tokens"], layers_to_transform=None),
+    "embeddings have no adapters), see lm_head": tensors(lambda table: table.update({HEAD: torch.ones(3)}), TENSORS),
+    "see model.layers.1.mlp.down_proj.lora_A.default.weight": tensors(lambda table: table.pop(A), TENSORS),
+    f"adapters), see {A}": tensors(lambda table: table[A].fill_(torch.nan), TENSORS),
+    "size mismatch for model.layers.1.mlp.down_proj.lora_A": rewrite(CONFIG, r=4),
+    "failed: FileNotFoundError": lambda folder: (folder / TENSORS).unlink(),
+    "lora_rank and lora_alpha must not be given with adapter": "--lora-rank 3",
+    """the tokenizer in {folder} makes "=32+1=="; copy its files""": lambda folder: templated().save_pretrained(folder),
+    "probe_every and probe_on_alarm must be off with lora_rank": "--lora-forward added --probe-every 1",
+}
+
+
+@pytest.mark.parametrize("complaint", REFUSED, ids=lambda complaint: complaint[-30:])
+def test_what_is_not_supported_or_does_not_fit_is_refused_by_its_name(good, tuned, tmp_path, complaint, capsys):
+    folder, spoil = shutil.copytree(tuned, tmp_path / "tuned"), REFUSED[complaint]
+    options = f"--engine transformers --adapter {folder} --out {tmp_path}/run "
+    if isinstance(spoil, str):
+        options += spoil
+    else:
+        spoil(folder)
+    said = refusal(command(good, options), capsys)
+    assert complaint.replace("{folder}", str(folder)) in said

@@ -22,6 +22,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import extras
+from extras.adapters import factors
 from tasks.toys import toy_tokenizer
 from train import load_policy, parts_of, prepare
 
@@ -60,7 +61,7 @@ def test_its_adapters_are_those_of_peft_for_the_whole_model(name, tmp_path):
     parts, ids = parts_of(run), torch.tensor([[5, 6, 7, 8]])
     model = load_policy(run, parts).model
     for layer in parts.send.layers.values():
-        torch.nn.init.normal_(layer.lora_B, std=0.1)
+        torch.nn.init.normal_(factors(layer)[1], std=0.1)
     parts.save_weights(model, tmp_path / "adapter")
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
     of_peft = PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()

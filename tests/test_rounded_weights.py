@@ -4,7 +4,8 @@ import pytest
 import torch
 from helpers import ROUNDING, load_into, mismatch, move, small_model, started
 
-from extras.lora import Adapters, Options
+from extras.adapters import Adapters
+from extras.lora import Options
 from extras.rounded_weights import ROUNDINGS, RoundedWeights, rounded
 from rl import Policy
 

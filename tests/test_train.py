@@ -25,6 +25,8 @@ from helpers import (
 
 from engine_adapter import Rollout, Sampling, Source, reseed
 from examples.record_vllm import record
+from extras.adapters import Adapters, factors
+from extras.lora import Options
 from probe.traces import load_traces
 from report.files import checkpoints
 from train import evaluate, greedy_agreement, has_loss, train_step
@@ -61,9 +63,9 @@ def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_p
     assert of_trainer(trainer.policy)["body"] == "prompts_once"
     split = task_of(good / "task.jsonl", 7)
     assert [each.question for each in trainer.run.task.held_out] == [each.question for each in split.held_out]
-    first = next(iter(trainer.policy.send.layers.values())).lora_A
-    drawn = 2 * torch.rand(first.shape, generator=torch.Generator().manual_seed(7)) - 1
-    assert torch.equal(first, drawn * first.shape[1] ** -0.5)
+    seeded = Adapters(policy_in(good / "model").model, Options(2), 7)
+    drawn, expected = (factors(next(iter(each.layers.values())))[0] for each in (trainer.policy.send, seeded))
+    assert torch.equal(drawn, expected)
 
 
 # ------------------------------------------------------------------------------------------------ evaluation

@@ -367,7 +367,7 @@ def train(trainer: Trainer) -> None:
         for observe in parts.observers:
             done.metrics.update(metrics.further(done.metrics, observe(done)))
         if step == config.steps or step % config.eval_every == 0:
-            done.metrics.update(evaluate(trainer, step))
+            done.metrics.update(metrics.further(done.metrics, evaluate(trainer, step)))
         finish_step(trainer, done.metrics)
     print(f"writing {out / 'policy'}")
     save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
@@ -551,7 +551,7 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
     figures |= metrics.of_answers("eval_reward_greedy", greedy)
     figures["eval_agree"] = greedy_agreement(trainer.policy, rollouts, config)
     for evaluate_also in trainer.parts.evaluations:
-        figures |= evaluate_also(answers)
+        figures |= metrics.further(figures, evaluate_also(answers))
     return figures
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
+from pickle import PicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
@@ -19,6 +20,7 @@ import torch
 from report.errors import stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
+READABLE = "tensors, numbers, texts, lists and dictionaries alone (--resume reads no others)"
 STEP = f"checkpoints/step_{'[0-9]' * 6}"  # a checkpoint; of an older version with the ending .pt
 
 
@@ -106,8 +108,7 @@ def checkpoints(out: Path) -> list[Path]:
 def check_readable(path: Path) -> None:
     """Raises: ValueError that names the classes of what a resumed run would not read."""
     if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        raise ValueError("a state_dict must have tensors, numbers, texts, lists and dictionaries"
-                         f" alone (--resume reads no others), got {', '.join(refused)}")
+        raise ValueError(f"a state_dict must have {READABLE}, got {', '.join(refused)}")
 
 
 def save_checkpoint(trainer: Any, step: int) -> None:
@@ -131,6 +132,8 @@ def save_checkpoint(trainer: Any, step: int) -> None:
                 torch.save(state, file)
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
+        except (PicklingError, AttributeError, TypeError) as error:  # a lambda, a generator, a lock
+            raise ValueError(f"a state_dict must have {READABLE}, got another: {error}") from None
         check_readable(unfinished / "state.pt")
         unfinished.rename(folder)
     for old in checkpoints(run.out)[:-2]:

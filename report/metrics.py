@@ -16,7 +16,10 @@ from objectives import MAX_LOG_WEIGHT, kl_k3, loss_weights
 
 
 def further(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`more`, of a source or an observer. Raises: ValueError if it has a figure of the step."""
+    """`more`, of a source, an observer or an evaluation.
+
+    Raises: ValueError if it has a figure of the step.
+    """
     if twice := figures.keys() & more.keys():
         raise ValueError(f"a further metric must have a name of its own, got {', '.join(twice)}")
     return more

@@ -129,8 +129,16 @@ def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_
         train_step(trainer, 2)
 
 
-def test_a_source_may_not_replace_a_figure_of_the_step(good, tmp_path):
+FIGURES = {
+    "reward": lambda trainer, more: setattr(trainer.source, "after_update", more),
+    "eval_reward": lambda trainer, more: trainer.parts.observers.append(lambda step: more()),
+    "eval_agree": lambda trainer, more: trainer.parts.evaluations.append(lambda answers: more()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_a_source_an_observer_and_an_evaluation_may_not_replace_a_figure(good, tmp_path, figure):
     trainer = built(good, tmp_path, steps=1, eval_problems=2)
-    trainer.source.after_update = lambda: {"reward": 7.0}
-    with pytest.raises(ValueError, match="must have a name of its own, got reward"):
+    FIGURES[figure](trainer, lambda: {figure: 7.0})
+    with pytest.raises(ValueError, match=f"must have a name of its own, got {figure}"):
         train(trainer)

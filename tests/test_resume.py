@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -22,6 +23,7 @@ import torch
 from helpers import built, command, forked, outcome, read_json, refusal, rows, tensors, train_here
 
 import train
+from engine_adapter import Rollout, Sampling
 from report.files import check_readable, checkpoints, refuse_changes, save_checkpoint
 from tasks import Problem
 from train import Config
@@ -60,6 +62,15 @@ def test_a_state_that_no_resumed_run_could_read_is_refused_by_its_class_as_it_is
     torch.save({"source": {"mine": [value]}}, tmp_path / "wrong.pt")
     with pytest.raises(ValueError, match=r"a state_dict must have .*, got (numpy|pathlib|tasks)\."):
         check_readable(tmp_path / "wrong.pt")
+
+
+def test_a_state_that_cannot_be_written_is_refused_as_a_state(tmp_path):
+    """Each Rollout has a Sampling, and with it a lambda."""
+    parts = SimpleNamespace(save_weights=lambda model, folder: None, identity={})
+    trainer = SimpleNamespace(run=SimpleNamespace(out=tmp_path), policy=SimpleNamespace(model=None), parts=parts,
+                              state_dict=lambda: {"old": [Rollout([1], None, sampling=Sampling(1.0, 1))]})  # fmt: skip
+    with pytest.raises(ValueError, match=r"a state_dict must have .*, got another: .*Sampling\."):
+        save_checkpoint(trainer, 1)
 
 
 def torn(out: Path) -> None:

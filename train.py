@@ -407,7 +407,9 @@ def train_step(trainer: Trainer, step: int) -> Step:
     # 1. Sample with the weights of the last load. Then the engine gives the device to the trainer.
     with clock("generate"):
         problems, rollouts = trainer.source.next(step)  # P, B = P * G rows
-    verify.batch.check_rollouts(problems, rollouts, config)
+    verify.batch.check_rollouts(
+        problems, rollouts, config.num_prompts, config.group_size, engine.weight_version)
+    verify.batch.check_gradients(trainer.optimizer.masters)
     with clock("sleep"):
         engine.sleep()
 
@@ -563,6 +565,8 @@ def answer_held_out(
     problems = run.task.held_out[: run.config.eval_problems]
     reseed(run.config.seed, "eval", step)
     rollouts = source.answer(problems, num_samples, run.sampling.at(temperature))
+    verify.batch.check_rollouts(
+        problems, rollouts, len(problems), num_samples, source.engine.weight_version)
     rows = [{"step": step, "mode": mode} | row
             for row in run.task.score(problems, rollouts, evaluates=True)]
     append_rows(run.out / "samples.jsonl", rows)

@@ -114,6 +114,7 @@ class Task:
                                      f" {problem.source}, response {text!r:.200}")
                 if rollout.score is None:
                     rollout.score = rollout.reward
+                assert not math.isinf(rollout.score), f"{rollout.score=}"
                 rows.append({
                     "reward": None if math.isnan(rollout.reward) else rollout.reward,
                     "response": text, "question": problem.question, "answer": problem.answer,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import SIXTEEN, built, config_of
+from helpers import SIXTEEN, built
 
 from engine_adapter import ParityFlags, Rollout, Source
 from objectives import OBJECTIVES, Objective, TokenLoss, grpo
@@ -27,17 +27,16 @@ def right() -> list[Rollout]:
     lambda rollouts: rollouts[:4], lambda rollouts: [*rollouts, *rollouts], lambda rollouts: rollouts[1:],
     lambda rollouts: rollouts[2:] + rollouts[:2], lambda rollouts: rollouts[::2] + rollouts[1::2],
     *(lambda rollouts, change=change: [replace(rollouts[0], **change), *rollouts[1:]] for change in (
-        dict(logprobs=[-0.1]), dict(versions=[]), dict(trained=[True]), dict(trained=[True] * 3),
+        dict(logprobs=[-0.1]), dict(versions=[]), dict(versions=[2, 2]), dict(trained=[True]), dict(trained=[True] * 3),
         dict(trained=[0.5, 1.0]), dict(finish_reason=None), dict(token_ids=[], logprobs=[], versions=[], trained=[]),
         dict(prompt_ids=[0]))),
 ])  # fmt: skip
 def test_a_source_returns_g_whole_rollouts_of_each_problem_in_the_order_of_the_problems(fault):
-    config = config_of(num_prompts=3, group_size=2)
-    check_rollouts(PROBLEMS, right(), config)
+    check_rollouts(PROBLEMS, right(), 3, 2, 1)
     with pytest.raises(ValueError, match=r"of a source must begin|a source must return 3 problems and 2 rollouts"):
-        check_rollouts(PROBLEMS, fault(right()), config)
+        check_rollouts(PROBLEMS, fault(right()), 3, 2, 1)
     with pytest.raises(ValueError, match="a source must return 3 problems"):
-        check_rollouts(PROBLEMS[:2], right()[:4], config)
+        check_rollouts(PROBLEMS[:2], right()[:4], 3, 2, 1)
 
 
 def test_advantages_are_finite_floating_numbers_of_rows_or_of_tokens():
@@ -84,6 +83,8 @@ FAULTS = {
     "prompts": (longer_prompts, AuditError, "the mismatch is .* nats, more than 10 times the canary's limit"),
     "order": (lambda trainer: setattr(trainer.source, "answer", lambda *given: Source.answer(
         trainer.source, *given)[::-1]), ValueError, "of a source must begin with its problem's prompt"),
+    "a gradient": (lambda trainer: trainer.policy.model.get_output_embeddings().weight.sum().backward(), ValueError,
+                   "must leave no gradient"),
     "advantages": (objective(grpo, advantages=lambda scores, size, batch: scores), ValueError,
                    "the advantage function of grpo failed: .*finite floating numbers"),
     "none": (objective(grpo, advantages=lambda scores, size, batch: scores - batch.ref_logprobs), ValueError,
@@ -141,4 +142,12 @@ def test_a_source_an_observer_and_an_evaluation_may_not_replace_a_figure(good, t
     trainer = built(good, tmp_path, steps=1, eval_problems=2)
     FIGURES[figure](trainer, lambda: {figure: 7.0})
     with pytest.raises(ValueError, match=f"must have a name of its own, got {figure}"):
+        train(trainer)
+
+
+def test_answers_of_an_evaluation_belong_to_its_problems(good, tmp_path):
+    trainer = built(good, tmp_path, steps=1, eval_problems=2)
+    answer = trainer.source.answer
+    trainer.source.answer = lambda *given: answer(*given)[::-1]
+    with pytest.raises(ValueError, match="of a source must begin with its problem's prompt"):
         train(trainer)

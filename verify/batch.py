@@ -1,26 +1,36 @@
 """What a source of rollouts, an advantage function and a token filter must return."""
 
-from typing import Any
 
 from torch import Tensor
 
 
-def check_rollouts(problems: list, rollouts: list, config: Any) -> None:
-    """Raises: ValueError unless these are P problems, and G finished rollouts of each, group-major.
+def check_rollouts(
+    problems: list, rollouts: list, num_prompts: int, group_size: int, version: int
+) -> None:
+    """Raises: ValueError unless these are P problems, and G finished rollouts of each, group-major,
+    of weights up to this version.
     """
-    prompts = [problem.prompt_ids for problem in problems for _ in range(config.group_size)]
-    if len(problems) != config.num_prompts or len(rollouts) != len(prompts):
-        raise ValueError(f"a source must return {config.num_prompts} problems and"
-                         f" {config.group_size} rollouts of each, got {len(problems)} problems and"
-                         f" {len(rollouts)} rollouts")
+    prompts = [problem.prompt_ids for problem in problems for _ in range(group_size)]
+    if len(problems) != num_prompts or len(rollouts) != len(prompts):
+        raise ValueError(f"a source must return {num_prompts} problems and {group_size} rollouts of"
+                         f" each, got {len(problems)} problems and {len(rollouts)} rollouts")
     for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
         tokens, trained = rollout.token_ids, rollout.trained
         lengths = {*map(len, (tokens, rollout.logprobs, rollout.versions, trained or tokens))}
         if (rollout.prompt_ids[: len(prompt)] != prompt or not rollout.finish_reason or not tokens
-                or len(lengths) > 1 or {*trained} - {True, False}):
+                or len(lengths) > 1 or {*trained} - {True, False}
+                or max(rollout.versions) > version):
             raise ValueError(f"rollout {row} of a source must begin with its problem's prompt"
                              f" {prompt}, be finished, have at least one token, and for each token"
-                             f" an entry in its lists (a bool in `trained`), got {rollout}")
+                             " an entry in its lists (a bool in `trained`, in `versions` at most"
+                             f" {version}), got {rollout}")
+
+
+def check_gradients(masters: list[Tensor]) -> None:
+    """Raises: ValueError if there are some before the update, which would add its own to them."""
+    if any(master.grad is not None for master in masters):
+        raise ValueError("an observer must leave no gradient (the next update would add it), try"
+                         " torch.no_grad()")
 
 
 def check_advantages(advantages: Tensor, mask: Tensor) -> None:

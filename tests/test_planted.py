@@ -86,6 +86,16 @@ def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, 
             load_into(engine, policy)
 
 
+def test_a_stale_cache_of_a_third_of_a_nat_is_refused_in_16_bits(tmp_path):
+    """26 times the noise: it bounds how loose the limit of later loads may become."""
+    policy = policy_of(tmp_path, "Qwen2", dtype=torch.bfloat16)
+    with started(tmp_path, policy, block_size=BLOCK, **VERSIONED) as engine:
+        engine.cache_salt = lambda _: "1"
+        move(policy, 0.02)
+        with pytest.raises(WeightLoadError, match=CANARY):
+            load_into(engine, policy)
+
+
 GPU = [pytest.mark.gpu, pytest.mark.own_process]
 
 

@@ -104,6 +104,16 @@ def diagnose(
             named.append(causes.HEAD.of("in the trainer"))
         if best.wrong.any():
             named.append(causes.WRONG_REQUESTS)
+    wrong = probe.start.wrong
+    if (probe.start.explains_right and wrong.any() and not wrong.all()
+            and (best.wrong.any() or not best.fits)):
+        rollouts = [trace.rollouts[row] for row in wrong.nonzero()[:, 0]]
+        alone = diagnose(policy, replace(trace, rollouts=rollouts), earlier, trainer)
+        share = f"in {len(rollouts)} of {len(trace.rollouts)} requests"
+        if alone.status != "unexplained" and causes.WRONG_REQUESTS not in alone.causes:
+            best = probe.start
+            explanations = [best, *explanations]
+            named = [replace(each, name=f"{each.name} {share}") for each in alone.causes]
     status = "parity"
     if named:
         status = "mismatch"

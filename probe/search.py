@@ -9,6 +9,7 @@ under the same hypothesis (`limit`).
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause: at most this share may rem
 # this many standard deviations of a fair coin.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
+WRONG_TOKENS = 1 / 2  # of a wrong request: at a mask's edge one token may be far off
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 OFF = NEUTRAL | {"top_k": 0}  # fields of a MaskedSampling; vLLM's word for no top-k is -1
@@ -42,10 +44,10 @@ OFF = NEUTRAL | {"top_k": 0}  # fields of a MaskedSampling; vLLM's word for no t
 def limit(mean: float, spread: float, sequences: int) -> float:
     """How large the engine's mean |error| may be: the trainer's own |error| sets it.
 
-    TIMES (mean + SPREADS spread / sqrt(sequences)) + ROUNDING. Both errors are against twice the
-    precision. `spread` is the standard deviation of a sequence's mean.
+    TIMES (mean + SPREADS spread / sqrt(sequences)). Both errors are against twice the precision, in
+    multiples of a token's noise. `spread` is the standard deviation of a sequence's mean.
     """
-    return TIMES * (mean + SPREADS * spread / sequences**0.5) + ROUNDING
+    return TIMES * (mean + SPREADS * spread / sequences**0.5)
 
 
 # ---------------------------------------------------------------------------------- hypotheses
@@ -135,6 +137,7 @@ class Probe(Replay):
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = earlier
         self.distributions = distributions_of(trace.sampling, policy.model, trainer)
+        self.unmasked = replace(trace.sampling, **OFF)
         scored = next(iter(self.distributions))
         fp32_head = policy.head.dtype == torch.float32
         where = "in the engine" if fp32_head else "on both sides"
@@ -148,7 +151,7 @@ class Probe(Replay):
         """Tries pass after pass until one cause explains the trace. Returns all, the best first."""
         tried = []
         for hypothesis in self._passes():
-            for readout in hypothesis.precise:
+            for readout in starmap(Readout, product(self.distributions, self.heads)):
                 closer = self._where_closer(hypothesis, readout)
                 tried.append(self.explain(closer, readout))
             tried.sort(key=lambda each: each.order)
@@ -186,7 +189,7 @@ class Probe(Replay):
             states = hidden if dtype == torch.float32 else hidden.to(dtype)
             head = replace(self.policy.head, temperature=1.0,
                            dtype=torch.promote_types(states.dtype, dtype))
-            for sampling in self.distributions:
+            for sampling in {*self.distributions, self.unmasked}:
                 logprobs = self.logprobs(states, head, sampling)
                 values[Readout(sampling, dtype)] = logprobs.double()
         return values
@@ -207,32 +210,43 @@ class Probe(Replay):
         """The engine's error against a hypothesis: (N,)."""
         return self.reported - hypothesis.precise[readout]
 
-    def limits(self, hypothesis: Pass, readout: Readout) -> tuple[float, float, float]:
-        """The trainer's mean |error|, and the limits of the engine's and of each sequence's."""
-        ours = hypothesis.rounded[readout]
-        exact = hypothesis.precise[readout]
-        # 0 where both sides rule the token out.
-        error = size_of((ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0))
-        mean = error.nanmean().item()
+    def limits(self, hypothesis: Pass, readout: Readout) -> tuple[float, Tensor, float, float]:
+        """The trainer's mean |error| and the noise of each token, in nats, (N,); the limits of the
+        engine's mean |error| and of each sequence's, in multiples of the noise.
+
+        Rounded logits move a log-probability in proportion to 1 - p. A mask leaves few uncertain
+        tokens, so the trainer's error is measured without it.
+        """
+        unmasked = replace(readout, distribution=self.unmasked)
+        exact = hypothesis.precise[unmasked]
+        error = (hypothesis.rounded[unmasked] - exact).abs()
+        others = ROUNDING - exact.expm1()
+        share = error.sum() / others.sum()
+        multiples = error / (share * others + ROUNDING)
+        mean = multiples.mean().item()
         sequences = len(self.inputs)
         # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
         # show their spread.
-        distance = (self.row_means(error) - mean).square().sum() + error.square().nanmean()
+        distance = (self.row_means(multiples) - mean).square().sum() + multiples.square().mean()
         spread = (distance / sequences).sqrt().item()
+        noise = share * -hypothesis.precise[readout].expm1() + ROUNDING
         # The worst sequence of all is further away than one.
-        return mean, limit(mean, spread, sequences), 2 * limit(mean, spread, 1)
+        alone = 2 * limit(mean, spread, 1)
+        return error.mean().item(), noise, limit(mean, spread, sequences), alone
 
     def explain(self, hypothesis: Pass, readout: Readout) -> Explanation:
-        trainer_error, allowed, allowed_alone = self.limits(hypothesis, readout)
+        trainer_error, noise, allowed, allowed_alone = self.limits(hypothesis, readout)
         size = size_of(self.error(hypothesis, readout))  # (N,)
-        wrong = self.row_means(size) > allowed_alone
-        of_right = size[~wrong[self.rows]]
-        explains_right = (of_right.nanmean().item() <= allowed
+        multiples = ((size - ROUNDING) / noise).clamp(0, allowed_alone / WRONG_TOKENS)
+        wrong = self.row_means(multiples) > allowed_alone
+        right = ~wrong[self.rows]  # (N,)
+        explains_right = (multiples[right].nanmean().item() <= allowed
                           and self._each_removes_enough(hypothesis, readout))
         changes = (hypothesis.cause, self.distributions[readout.distribution],
                    self.heads[readout.head])
+        in_nats = allowed * noise.mean().item() + ROUNDING
         return Explanation(tuple(filter(None, changes)), readout, size.nanmean().item(),
-                           trainer_error, allowed, wrong, explains_right)
+                           trainer_error, in_nats, wrong, explains_right)
 
     def _each_removes_enough(self, hypothesis: Pass, readout: Readout) -> bool:
         """Whether each cause removes enough of the error that remains without it.

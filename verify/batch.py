@@ -1,6 +1,5 @@
 """What a source of rollouts, an advantage function and a token filter must return."""
 
-
 from torch import Tensor
 
 

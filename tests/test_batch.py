@@ -10,7 +10,7 @@ from helpers import SIXTEEN, built
 from engine_adapter import ParityFlags, Rollout, Source
 from objectives import OBJECTIVES, Objective, TokenLoss, grpo
 from tasks import Problem
-from train import train, train_step
+from train import evaluate, train, train_step
 from verify.batch import check_advantages, check_averaged, check_rollouts
 from verify.errors import AuditError
 
@@ -146,8 +146,8 @@ def test_a_source_an_observer_and_an_evaluation_may_not_replace_a_figure(good, t
 
 
 def test_answers_of_an_evaluation_belong_to_its_problems(good, tmp_path):
-    trainer = built(good, tmp_path, steps=1, eval_problems=2)
+    trainer = built(good, tmp_path, eval_problems=2)
     answer = trainer.source.answer
     trainer.source.answer = lambda *given: answer(*given)[::-1]
     with pytest.raises(ValueError, match="of a source must begin with its problem's prompt"):
-        train(trainer)
+        evaluate(trainer, 0)

@@ -15,6 +15,7 @@ import pytest
 from helpers import ROOT, task_of
 
 from tasks import Problem, Task, exact_match
+from tasks.problem_files import as_prompt
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
 
@@ -117,6 +118,12 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
     assert problem.row == json.loads(row)
     if len(problem.messages) == 3:
         assert problem.messages[1] == CALLED[1] | {"content": ""}
+
+
+@pytest.mark.parametrize("role", ["assistant", "gpt", "model", "Bot"])
+def test_the_last_message_of_an_assistant_of_any_name_begins_the_response(role):
+    _, messages = as_prompt([[{"role": "human", "content": "1+1"}, {"role": role, "content": "It is"}]])
+    assert [message["role"] for message in messages] == ["user", "assistant"]
 
 
 ROWS_007 = b'{"question": "\xc3\xa9 1", "answer": "007"}\n{"question": "2", "answer": "1.50"}\n'

@@ -85,8 +85,12 @@ def test_of_a_task_that_draws_from_its_own_generator_nothing_is_called_paired(go
     for name in ("parity", "transformers"):
         write_run(tmp_path, name, 0, job)
     job_of.cache_clear()  # this call draws others
-    assert main([*f"ladder --cells parity --seeds 0 --steps 1 --out {tmp_path}".split(), f"--train-args={job}"]) == 0
+    words = [*f"ladder --cells parity --seeds 0 --steps 1 --out {tmp_path}".split(), f"--train-args={job}"]
+    assert main(words) == 0
     assert "95 % interval. The task draws other problems in each run, so nothing is paired." in capsys.readouterr().out
+    folder, weights = tmp_path / "runs/parity-seed0", f"{good}/model/model.safetensors"
+    rewrite("config.json", files=read_json(folder / "config.json")["files"] | {weights: "others"})(folder)
+    assert f"changed are {weights}; try" in refusal(words, capsys, main)
 
 
 def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(good, tmp_path, capsys):

@@ -74,18 +74,23 @@ def is_program(name: str) -> bool:
     return name in BUILT_IN or name.endswith(".py")
 
 
+def built_in(name: str, seed: int) -> Task:
+    """Raises: ValueError for countdown, which was one."""
+    from tasks.toys import TASKS
+
+    if name == "countdown":
+        raise ValueError("task must be examples/countdown.py for countdown, which is no longer"
+                         " built in")
+    return TASKS[name](seed)
+
+
 def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
     """The task `name`. Its problems are all in `train`, unless it says itself which to hold out.
 
     `strict`: the columns that are given must be there.
     """
-    if name in BUILT_IN:
-        from tasks.toys import TASKS
-
-        return TASKS[name](seed)
-    if name == "countdown":
-        raise ValueError("task must be examples/countdown.py for countdown, which is no longer"
-                         " built in")
+    if name in (*BUILT_IN, "countdown"):
+        return built_in(name, seed)
     from_program, file, kinds = is_program(name), None, {}
     path = name if from_program else data.reward
     if path:

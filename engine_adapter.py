@@ -279,9 +279,14 @@ class Engine:
         self.vocab_size = config.model_config.get_vocab_size()
 
     @classmethod
-    def start(cls, run: Any, policy: Any, **arguments: Any) -> "Engine":
+    def start(cls, run: Any, policy: Any) -> "Engine":
         """The engine of a run for a policy, still without its weights."""
-        return cls(run.folder, policy.weights().keys(), run.config.parity, **arguments)
+        config = run.config
+        return cls(
+            run.folder, policy.weights().keys(), config.parity, dtype=getattr(torch, config.dtype),
+            seed=config.seed, max_model_len=run.max_model_len, kv_cache_gib=config.kv_cache_gib,
+            max_num_seqs=config.max_num_seqs, block_size=config.block_size, checks=config.checks,
+            config=run.model_folder.config(), further=run.further, **run.engine)
 
     # ------------------------------------------------------------------------------ sampling
     def generate(

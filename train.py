@@ -17,10 +17,11 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 # isort: split
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,7 +50,14 @@ from report.errors import (
     stop_on_signals,
     within,
 )
-from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
+from report.files import (
+    TABLES,
+    append_rows,
+    record_of,
+    refuse_used_folder,
+    save_checkpoint,
+    save_policy,
+)
 from report.log import answer_line, log, report, settings_lines
 from rl import (
     Batch,
@@ -70,8 +78,10 @@ from verify.start import check_vllm_version
 
 # ---------------------------------------------------------------------------------- options
 @dataclass(frozen=True)
-class Core:
-    """The options of the method, a part of Config."""
+class Config(extras.ByName):
+    """All options of a run. The defaults are the toy job: a small model unlearns a wrong habit on
+    two CPU cores.
+    """
 
     out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
     seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
@@ -124,6 +134,7 @@ class Core:
     parity: ParityFlags = field(default_factory=ParityFlags)
     data: Flat[tasks.options.Options] = field(default_factory=tasks.options.Options)
     checks: Flat[verify.Options] = field(default_factory=verify.Options)
+    extra: Flat[extras.Options] = field(default_factory=extras.Options)
 
     def __post_init__(self):
         printable(self, "out", "model", "task")
@@ -158,13 +169,13 @@ class Core:
         if not self.kl_coef and self.kl_gradient != "k3":
             raise ValueError("kl_gradient needs kl_coef (without it there is no KL term), got"
                              f" {self.kl_gradient}")
-        if self.tis == "off" and self.tis_cap != Core.tis_cap:
+        if self.tis == "off" and self.tis_cap != Config.tis_cap:
             raise ValueError("tis_cap needs tis (without it there is no weight), got"
                              f" {self.tis_cap}; try --tis token")
         if self.tis != "off":
             self.check_correction("tis", self.parity.off())
-        for check in extras.each("check", self):
-            check(self)
+        for extra in vars(self.extra).values():
+            extra.check(self)
 
     def check_correction(self, name: str, off: list[str]) -> None:
         """Fix the backend first, then correct the remaining mismatch, by the option of this name.
@@ -194,76 +205,73 @@ class Core:
         return self.lr * warm_up * decay
 
 
-@dataclass(frozen=True)
-class Config(Core, extras.Options):
-    """All options of a run. The defaults are the toy job: a small model unlearns a wrong habit on
-    two CPU cores.
+# ---------------------------------------------------------------------------------- a run
+# batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean counts
+# (B, T)
+TokenFilter = Callable[[Batch], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Run(extras.OneOwner):
+    """What a run is put together from: its job, and parts. The `install` of an extra replaces a
+    part, or adds to a list or a dictionary.
     """
 
-
-# ---------------------------------------------------------------------------------- a run
-@dataclass(frozen=True)
-class Run:
-    """What stays the same from the first step to the last."""
-
     config: Config
-    out: Path
     folder: str  # of the model
     task: Task
     sampling: Sampling
+    # Why the sides differ: fixes that are off, and what an option changes on purpose, "trainer"
+    # (its distribution) or "weights" (the engine's).
+    not_stated: set[str]
+    policy: dict[str, Any]  # arguments of Policy
+    # Each row of metrics.jsonl, after its checkpoint: what only reports, and ends no run.
+    reports: list[Callable]
+    send: EngineWeights | None = None  # what the engine gets of the weights
+    optimizer: Callable = Optimizer
+    engine_kind: type[Engine] = Engine
+    engine: dict[str, Any] = field(default_factory=dict)  # further arguments of its class
+    further: dict[str, Any] = field(default_factory=dict)  # and of vLLM
+    source: Callable = Source  # of rollouts
+    token_filter: TokenFilter | None = None
+    further_files: dict[str, str] = field(default_factory=dict)  # digests, for --resume
+    find_start: Callable = refuse_used_folder  # the run; may set the next three
+    first_step: int = 1
+    checkpoint: Path | None = None  # the folder that the run goes on from
+    state: dict[str, Any] | None = None  # of that folder, for the trainer
+    save_weights: Callable = save_policy  # the run, the model, and the folder of a checkpoint
+    load_weights: Callable = load_weights  # the model, and such a folder
+    # Functions, their arguments, and when they are called:
+    with_model: list[Callable] = field(default_factory=list)  # the model: before Policy is made
+    # The trainer, the record of config.json: before it is written.
+    at_begin: list[Callable] = field(default_factory=list)
+    observers: list[Callable] = field(default_factory=list)  # each Step: more metrics
+    evaluations: list[Callable] = field(default_factory=list)  # see `evaluate`
+    writers: list[Callable] = field(default_factory=list)  # each row, before its checkpoint
+    at_end: list[Callable] = field(default_factory=list)  # no argument: after the policy is saved
+    # No argument: a context, the model as it is saved.
+    while_saved: list[Callable] = field(default_factory=list)
+    after_save: list[Callable] = field(default_factory=list)  # the model and its new folder
+    endings: dict[str, str] = field(default_factory=dict)  # of a step's line, see report/log.py
+
+    @property
+    def out(self) -> Path:
+        return Path(self.config.out).absolute()
+
+    @property
+    def model_folder(self) -> Any:
+        return extras.folder(self.folder)
 
     @property
     def max_model_len(self) -> int:
         """The longest prompt and response together, in tokens."""
         return self.sampling.max_new_tokens + max(map(len, self.task.prompts))
 
-
-class Parts(extras.OneOwner):
-    """What a run is put together from. The `install` of an extra replaces a part or adds to a list.
-
-    extras/__init__.py shows it with two examples.
-    """
-
-    def __init__(self, run: Run):
-        config = run.config
-        self.folder = extras.folder(run.folder)
-        # What --resume compares; the files' digests are those of the model and of the task.
-        self.identity = {
-            "config": config.flat(), "prompts": run.task.prompts_record,
-            "files": digests(config.task, config.data, run.task, config.model, run.folder)}
-        self.policy = dict(  # arguments of Policy
-            temperature=config.temperature, has_reference=config.kl_coef > 0)
-        self.send = EngineWeights()  # what the engine gets of the weights
-        self.optimizer = Optimizer
-        self.engine_kind = Engine  # the class, and its arguments
-        self.engine = dict(
-            dtype=getattr(torch, config.dtype), seed=config.seed, max_model_len=run.max_model_len,
-            kv_cache_gib=config.kv_cache_gib, max_num_seqs=config.max_num_seqs,
-            block_size=config.block_size, checks=config.checks, config=self.folder.config())
-        self.source = Source  # of rollouts
-        self.token_filter: TokenFilter | None = None
-        # Why the sides differ: fixes that are off, and what an option changes on purpose, "trainer"
-        # (its distribution) or "weights" (the engine's).
-        self.not_stated = {*config.parity.off()}
-        self.new_folder = True  # whether `out` must hold no run
-        self.first_step = 1
-        self.checkpoint: Path | None = None  # the folder that the run goes on from
-        self.state: dict[str, Any] | None = None  # of that folder, for the trainer
-        # The model, and the folder of a checkpoint:
-        self.save_weights = lambda model, folder: save_policy(run, model, self, folder)
-        self.load_weights = load_weights
-        # Functions, their arguments, and when they are called:
-        self.with_model: list[Callable] = []  # the model, on its device: before Policy is made
-        self.at_begin: list[Callable] = []  # trainer, record of config.json: before it is written
-        self.observers: list[Callable] = []  # each Step: more metrics
-        self.evaluations: list[Callable] = []  # see `evaluate`
-        self.writers: list[Callable] = []  # each row of metrics.jsonl: before its checkpoint
-        # Each row, after its checkpoint: what only reports, and ends no run.
-        self.reports: list[Callable] = [partial(draw_at_evaluation, run.out)]
-        self.at_end: list[Callable] = []  # no argument: after the policy is saved
-        self.while_saved: list[Callable] = []  # no argument: a context, the model as it is saved
-        self.after_save: list[Callable] = []  # the model and its new folder
-        self.complete()
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What --resume compares; the digests are those of the model's files and of the task."""
+        return {"config": self.config.flat(), "prompts": self.task.prompts_record,
+                "files": digests(self) | self.further_files}
 
 
 @dataclass
@@ -275,7 +283,6 @@ class Trainer:
     optimizer: Optimizer
     engine: Engine
     source: Source
-    parts: Parts
 
     def state_dict(self) -> dict[str, Any]:
         """All of a checkpoint but the weights of the model."""
@@ -287,57 +294,55 @@ class Trainer:
 
 
 # ---------------------------------------------------------------------------------- the start
-def prepare(config: Config) -> Run:
-    """Check all that can be checked without the model's weights, then teach the toy.
+def find_run(config: Config) -> Run:
+    """The job of a run, without its options' parts, and before the toy is taught.
 
     Raises: ValueError.
     """
-    for check in extras.each("check_machine", config):
-        check(config)
     task, folder = find_job(config.task, config.seed, config.data, config.model,
                             config.max_new_tokens, lambda folder: extras.folder(folder).config())
     if config.steps and config.num_prompts > len(task.train):
         raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got"
                          f" {config.num_prompts}")
     sampling = Sampling(config.temperature, config.max_new_tokens, task.stop_token_ids)
-    run = Run(config, Path(config.out).absolute(), folder, task, sampling)
-    for check in extras.each("check_task", config):
-        run = check(run) or run
-    teach_toy(config.task, config.seed, config.model, config.data)
+    policy = dict(temperature=config.temperature, has_reference=config.kl_coef > 0)
+    return Run(config, folder, task, sampling, {*config.parity.off()}, policy,
+               reports=[partial(draw_at_evaluation, Path(config.out))])
+
+
+def prepare(config: Config) -> Run:
+    """Check all that can be checked without the model's weights, then teach the toy.
+
+    Raises: ValueError.
+    """
+    run = find_run(config)
+    for extra in vars(config.extra).values():
+        extra.install(run)
+    if run.engine_kind.copies_weights:
+        check_vllm_version(config.checks.allow_untested_vllm)
+    run.find_start(run)
+    teach_toy(config)
     return run
 
 
-def parts_of(run: Run) -> Parts:
-    """The parts that the options ask for. Raises: ValueError if `out` holds another run."""
-    parts = Parts(run)
-    for install in extras.each("install", run.config):
-        install(run, parts=parts)
-    if parts.engine_kind.copies_weights:
-        check_vllm_version(run.config.checks.allow_untested_vllm)
-    if parts.new_folder and ((run.out / "config.json").exists() or checkpoints(run.out)):
-        raise ValueError(f"out must be a new folder, {run.config.out} holds a run; go on with"
-                         " --resume or choose another --out")
-    return parts
-
-
-def load_policy(run: Run, parts: Parts) -> Policy:
+def load_policy(run: Run) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {run.folder}"):
-        model = parts.folder.load(getattr(torch, run.config.dtype)).to(device)
-        for change in parts.with_model:
+        model = run.model_folder.load(getattr(torch, run.config.dtype)).to(device)
+        for change in run.with_model:
             change(model)
-        return Policy(model, send=parts.send, **parts.policy)
+        return Policy(model, send=run.send, **run.policy)
 
 
-def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
+def begin(run: Run, policy: Policy, engine: Engine) -> Trainer:
     """Both sides get the same weights, fresh or from a checkpoint, and the run its files."""
     config = run.config
-    source = parts.source(engine, run.task, run.sampling, config.num_prompts, config.group_size,
-                          config.seed)
-    trainer = Trainer(run, policy, parts.optimizer(policy.model), engine, source, parts)
-    if parts.checkpoint:
-        parts.load_weights(policy.model, parts.checkpoint)
-        trainer.load_state_dict(parts.state)
+    source = run.source(engine, run.task, run.sampling, config.num_prompts, config.group_size,
+                        config.seed)
+    trainer = Trainer(run, policy, run.optimizer(policy.model), engine, source)
+    if run.checkpoint:
+        run.load_weights(policy.model, run.checkpoint)
+        trainer.load_state_dict(run.state)
     else:
         for table in TABLES:
             replace_file(run.out / table, "")
@@ -345,11 +350,11 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
     if engine.copies_weights:
         prompts = [problem.prompt_ids for problem in run.task.train]
         sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
-        distribution.check(policy, engine, sampled, parts.not_stated)
+        distribution.check(policy, engine, sampled, run.not_stated)
     settings = of_trainer(policy)
-    record = record_of(run, settings, engine, parts.identity)
+    record = record_of(run, settings, engine)
     print(settings_lines(settings, engine.settings))
-    for prepare_first_step in parts.at_begin:
+    for prepare_first_step in run.at_begin:
         prepare_first_step(trainer, record)
     replace_file(run.out / "config.json", json.dumps(record, indent=2))
     return trainer
@@ -358,32 +363,33 @@ def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
 # ---------------------------------------------------------------------------------- the loop
 def train(trainer: Trainer) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
-    config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
-    if parts.first_step == 1:
+    run, config = trainer.run, trainer.run.config
+    if run.first_step == 1:
         finish_step(trainer, {"step": 0} | evaluate(trainer, 0))
-    for step in range(parts.first_step, config.steps + 1):
+    for step in range(run.first_step, config.steps + 1):
         with stage(f"step {step}"):
             done = train_step(trainer, step)
-        for observe in parts.observers:
-            done.metrics.update(metrics.further(done.metrics, observe(done)))
+        row = {**done.metrics}
+        for observe in run.observers:
+            row |= metrics.further(row, observe(done))
         if step == config.steps or step % config.eval_every == 0:
-            done.metrics.update(metrics.further(done.metrics, evaluate(trainer, step)))
-        finish_step(trainer, done.metrics)
-    print(f"writing {out / 'policy'}")
-    save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
-    report(parts.at_end)
+            row |= metrics.further(row, evaluate(trainer, step))
+        finish_step(trainer, row)
+    print(f"writing {run.out / 'policy'}")
+    save_policy(run, trainer.policy.model, run.out / "policy")
+    report(run.at_end)
     trainer.engine.close()
 
 
 def finish_step(trainer: Trainer, row: dict[str, Any]) -> None:
     """First what a resumed run needs, then what only reports."""
-    config, parts, step = trainer.run.config, trainer.parts, row["step"]
-    append_rows(trainer.run.out / "metrics.jsonl", [row])
-    for write in parts.writers:
+    run, step = trainer.run, row["step"]
+    append_rows(run.out / "metrics.jsonl", [row])
+    for write in run.writers:
         write(row)
-    if step and (step == config.steps or step % config.checkpoint_every == 0):
+    if step and (step == run.config.steps or step % run.config.checkpoint_every == 0):
         save_checkpoint(trainer, step)
-    log(trainer.run, row, extras.ENDINGS, parts.reports)
+    log(run, row)
 
 
 class Step(NamedTuple):
@@ -393,7 +399,7 @@ class Step(NamedTuple):
     this update, prompt included. --mask-truncated does not change it.
     """
 
-    metrics: dict[str, Any]
+    metrics: Mapping[str, Any]
     problems: list[Problem]
     batch: Batch
     fresh: Batch
@@ -405,7 +411,7 @@ def train_step(trainer: Trainer, step: int) -> Step:
     clock = Clock()
 
     # 1. Sample with the weights of the last load. Then the engine gives the device to the trainer.
-    with clock("generate"):
+    with clock("generate"), stage(f"sampling by {type(trainer.source).__name__}"):
         problems, rollouts = trainer.source.next(step)  # P, B = P * G rows
     verify.batch.check_rollouts(
         problems, rollouts, config.num_prompts, config.group_size, engine.weight_version)
@@ -440,21 +446,22 @@ def train_step(trainer: Trainer, step: int) -> Step:
     figures = {"step": step, "lr": config.lr_at(step)} | metrics.before_update(
         batch, fresh, measured, scores, has_signal, engine.weight_version,
         objective=OBJECTIVES[config.objective], clip=config.clip, max_length=config.max_new_tokens)
-    if not trainer.parts.not_stated:
+    if not trainer.run.not_stated:
         verify.canary.check_step(engine, figures)
 
     # 4. Update.
     batch = batch.mask_rows([has_loss(rollout, config) for rollout in rollouts])
     with clock("update"):
         figures |= update(policy, trainer.optimizer, batch, minibatches, config, figures["lr"],
-                          trainer.parts.token_filter)
+                          trainer.run.token_filter)
 
     # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards.
     with clock("sync"):
         engine.wake()
         figures |= engine.load(policy.weights(), policy.response_logprobs, figures["updates"] > 0)
-        figures |= metrics.further(figures, trainer.source.after_update())
-    return Step(figures | clock.figures(), problems, batch, fresh)
+    figures |= clock.figures()
+    figures |= metrics.further(figures, trainer.source.after_update())
+    return Step(MappingProxyType(figures), problems, batch, fresh)
 
 
 def has_loss(rollout: Rollout, config: Config) -> bool:
@@ -464,11 +471,6 @@ def has_loss(rollout: Rollout, config: Config) -> bool:
 
 
 # ---------------------------------------------------------------------------------- update
-# batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean counts
-# (B, T)
-TokenFilter = Callable[[Batch], tuple[Tensor, Tensor]]
-
-
 def with_loss_terms(
     batch: Batch, minibatches: Minibatches, config: Config, token_filter: TokenFilter | None
 ) -> Batch:
@@ -477,7 +479,8 @@ def with_loss_terms(
         batch.old_logprobs, batch.behavior_logprobs, batch.mask, config.tis_cap)
     averaged = batch.mask  # the tokens of the loss's mean
     if token_filter:
-        rejected, averaged = token_filter(batch)
+        with stage("the token filter"):
+            rejected, averaged = token_filter(batch)
         correction = correction * (rejected == 0)
         verify.batch.check_averaged(averaged, correction > 0, batch.mask)
     token_weights = torch.zeros_like(batch.mask)
@@ -552,7 +555,7 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
     figures = metrics.of_answers("eval_reward", sampled)
     figures |= metrics.of_answers("eval_reward_greedy", greedy)
     figures["eval_agree"] = greedy_agreement(trainer.policy, rollouts, config)
-    for evaluate_also in trainer.parts.evaluations:
+    for evaluate_also in trainer.run.evaluations:
         figures |= metrics.further(figures, evaluate_also(answers))
     return figures
 
@@ -564,7 +567,8 @@ def answer_held_out(
     run = trainer.run
     problems = run.task.held_out[: run.config.eval_problems]
     reseed(run.config.seed, "eval", step)
-    rollouts = source.answer(problems, num_samples, run.sampling.at(temperature))
+    with stage(f"sampling by {type(source).__name__}"):
+        rollouts = source.answer(problems, num_samples, run.sampling.at(temperature))
     verify.batch.check_rollouts(
         problems, rollouts, len(problems), num_samples, source.engine.weight_version)
     rows = [{"step": step, "mode": mode} | row
@@ -593,12 +597,11 @@ def main(arguments: list[str] | None = None) -> None:
     out = config.out
     with exit_with_message(2), locked(out):
         run = prepare(config)
-        parts = parts_of(run)
         # The run is accepted: from here on files are written, an error's traceback too.
         with exit_with_message(2, out):
-            policy = load_policy(run, parts)
-            engine = parts.engine_kind.start(run, policy, **parts.engine)
-            trainer = begin(run, parts, policy, engine)
+            policy = load_policy(run)
+            engine = run.engine_kind.start(run, policy)
+            trainer = begin(run, policy, engine)
         with exit_with_message(1, out):
             train(trainer)
 

@@ -4,9 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from extras import Extra
 
-def install(run: Any, options: None, parts: Any) -> None:
-    parts.with_model.append(lambda model: parts.while_saved.append(lambda: declared(run, model)))
+
+class Options(Extra):
+    """None: it acts in each run."""
+
+    def install(self, run: Any) -> None:
+        run.with_model.append(lambda model: run.while_saved.append(lambda: declared(run, model)))
 
 
 @contextmanager

@@ -2,23 +2,22 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from extras import Extra
 
-@dataclass(frozen=True)
-class Options:
+
+class Options(Extra):
     """Memory of the backward pass."""
 
     gradient_checkpointing: bool = False  # Compute each layer again in backward: less memory.
 
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if options.gradient_checkpointing:
-        parts.with_model.append(checkpoint_layers)
+    def install(self, run: Any) -> None:
+        if self.gradient_checkpointing:
+            run.with_model.append(checkpoint_layers)
 
 
 def checkpoint_layers(model: Module) -> None:

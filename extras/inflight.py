@@ -15,13 +15,13 @@ from torch import Tensor
 
 import verify
 from engine_adapter import Engine, Rollout, Source, reseed
+from extras import Extra
 from report.errors import MANY, within
 from tasks import Problem
 from verify.errors import EngineStateError
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Groups in flight."""
 
     # Groups in flight: N that stay unfinished while weights are loaded, besides the P of a step.
@@ -35,27 +35,26 @@ class Options:
             raise ValueError("max_staleness needs inflight_groups (without them nothing is stale);"
                              " try --inflight-groups")
 
+    def check(self, config: Any) -> None:
+        most = config.num_prompts * self.max_staleness
+        if self.inflight_groups > most:
+            raise ValueError("inflight_groups must be at most num_prompts * max_staleness ="
+                             f" {most} (num_prompts groups leave at each step), got"
+                             f" {self.inflight_groups}")
 
-def check(config: Any, options: Options) -> None:
-    most = config.num_prompts * options.max_staleness
-    if options.inflight_groups > most:
-        raise ValueError(f"inflight_groups must be at most num_prompts * max_staleness = {most}"
-                         f" (num_prompts groups leave at each step), got {options.inflight_groups}")
-
-
-def check_task(run: Any, options: Options) -> None:
-    groups, problems = run.config.num_prompts + options.inflight_groups, len(run.task.train)
-    if run.config.steps and groups > problems:
-        raise ValueError(f"num_prompts + inflight_groups must be at most {problems} (all there"
-                         f" are), got {groups}")
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if options.inflight_groups:
+    def install(self, run: Any) -> None:
+        if not self.inflight_groups:
+            return
+        groups, problems = run.config.num_prompts + self.inflight_groups, len(run.task.train)
+        if run.config.steps and groups > problems:
+            raise ValueError(f"num_prompts + inflight_groups must be at most {problems} (all there"
+                             f" are), got {groups}")
         if "engine" not in run.config.given:
-            parts.engine_kind = InflightEngine
-        parts.source = partial(GroupsInFlight, num_waiting=options.inflight_groups,
-                               max_staleness=options.max_staleness)
+            run.engine_kind = InflightEngine
+        run.source = partial(GroupsInFlight, num_waiting=self.inflight_groups,
+                             max_staleness=self.max_staleness)
+        run.endings |= ENDINGS
+
 
 # The counts of tokens_wasted and kv_lost are from the start of the run.
 ENDINGS = {

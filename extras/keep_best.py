@@ -6,23 +6,21 @@ has the step, the metric and the value.
 
 import json
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from extras import Extra
 from report.errors import stage
 from report.files import appears_whole, read_json, read_rows
 
-NOT_OF_THE_EXPERIMENT = {"keep_best"}
 
-
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """The best policy of a run."""
 
     # Metric of evaluations, such as eval_reward_greedy. Whenever an evaluation exceeds all earlier
     # ones, its policy is written to OUT/best, a folder as a checkpoint has it.
     keep_best: str | None = None
+    may_change = ("keep_best",)
 
     def __post_init__(self):
         name = self.keep_best
@@ -30,41 +28,41 @@ class Options:
             raise ValueError("keep_best must be a metric of evaluations (a step's are of the policy"
                              f" before its update), got {name}; try eval_reward_greedy")
 
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    name, folder = options.keep_best, run.out / "best"
-    if name is None:
-        return
-    if folder.exists():
-        other = read_json(folder / "best.json")["metric"]
-        if other != name or not (run.out / "config.json").exists():
-            raise ValueError("out must be without another run's or metric's best policy (it would"
-                             f" be overwritten), {folder} has one of {other}; move it away")
-    best = {"step": -1, "metric": name, "value": -math.inf}
-
-    def begin(trainer: Any, record: dict[str, Any]) -> None:
-        for row in read_rows(run.out / "metrics.jsonl"):
-            raises_best(row)
-        parts.writers.append(partial(keep, trainer.policy.model))
-
-    def raises_best(row: dict[str, Any]) -> bool:
-        """Whether the row's evaluation is the best so far; `best` is then of it."""
-        names = sorted(metric for metric in row if metric.startswith("eval_"))
-        if names and name not in names:
-            raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
-        value = row.get(name)
-        is_better = value is not None and value > best["value"]  # also leaves out NaN
-        if is_better:
-            best.update(step=row["step"], value=value)
-        return is_better
-
-    def keep(model: Any, row: dict[str, Any]) -> None:
-        if not raises_best(row):
+    def install(self, run: Any) -> None:
+        name, folder = self.keep_best, run.out / "best"
+        if name is None:
             return
-        with stage(f"writing {folder}"), appears_whole(folder) as new:
-            parts.save_weights(model, new)
-            (new / "best.json").write_text(json.dumps(best))
-            if folder.exists():
-                folder.rename(new.with_name("before"))
+        if folder.exists():
+            other = read_json(folder / "best.json")["metric"]
+            if other != name or not (run.out / "config.json").exists():
+                raise ValueError("out must be without another run's or metric's best policy (it"
+                                 f" would be overwritten), {folder} has one of {other}; move it"
+                                 " away")
+        best = {"step": -1, "metric": name, "value": -math.inf}
 
-    parts.at_begin.append(begin)
+        def begin(trainer: Any, record: dict[str, Any]) -> None:
+            for row in read_rows(run.out / "metrics.jsonl"):
+                raises_best(row)
+            run.writers.append(partial(keep, trainer.policy.model))
+
+        def raises_best(row: dict[str, Any]) -> bool:
+            """Whether the row's evaluation is the best so far; `best` is then of it."""
+            names = sorted(metric for metric in row if metric.startswith("eval_"))
+            if names and name not in names:
+                raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
+            value = row.get(name)
+            is_better = value is not None and value > best["value"]  # also leaves out NaN
+            if is_better:
+                best.update(step=row["step"], value=value)
+            return is_better
+
+        def keep(model: Any, row: dict[str, Any]) -> None:
+            if not raises_best(row):
+                return
+            with stage(f"writing {folder}"), appears_whole(folder) as new:
+                run.save_weights(run, model, new)
+                (new / "best.json").write_text(json.dumps(best))
+                if folder.exists():
+                    folder.rename(new.with_name("before"))
+
+        run.at_begin.append(begin)

@@ -1,20 +1,20 @@
 """`--probe-every`, `--probe-on-alarm`, `--self-noise-every`: what probe/ measures during a run."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from extras import Extra
 from report.errors import MANY, within
 from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches, longest_first
 from verify.own_noise import precise_body, wide_dtype
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Which layer a mismatch comes from, and the trainer's own noise, during a run."""
 
     probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
@@ -28,29 +28,28 @@ class Options:
     def probes(self) -> bool:
         return self.probe_on_alarm or self.probe_every > 0
 
+    def check(self, config: Any) -> None:
+        if self != Options() and not config.steps:
+            raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with"
+                             " steps 0 (they measure after a step)")
+        if self.probes and config.given & {"lora_rank", "adapter", "rollout_weights"}:
+            raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
+                             " rollout_weights (they take the model's own tensors); try"
+                             " python -m probe with the saved policy")
 
-def check(config: Any, options: Options) -> None:
-    if options != Options() and not config.steps:
-        raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with steps 0"
-                         " (they measure after a step)")
-    if options.probes and config.given & {"lora_rank", "adapter", "rollout_weights"}:
-        raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
-                         " rollout_weights (they take the model's own tensors); try"
-                         " python -m probe with the saved policy")
+    def install(self, run: Any) -> None:
+        if self != Options():
+            run.at_begin.append(self._begin)
 
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    def begin(trainer: Any, record: dict[str, Any]) -> None:
+    def _begin(self, trainer: Any, record: dict[str, Any]) -> None:
         from probe.diagnose import StepProbe
 
-        if options.probes:
-            parts.observers.append(StepProbe(trainer, options))  # it copies the first weights
-        if options.self_noise_every:
-            parts.observers.append(
-                partial(observe_self_noise, trainer.policy, run.config, options.self_noise_every))
-
-    if options != Options():
-        parts.at_begin.append(begin)
+        run = trainer.run
+        if self.probes:
+            run.observers.append(StepProbe(trainer, self))  # it copies the first weights
+        if self.self_noise_every:
+            run.observers.append(
+                partial(observe_self_noise, trainer.policy, run.config, self.self_noise_every))
 
 
 @torch.no_grad()

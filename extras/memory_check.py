@@ -10,24 +10,28 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from extras import Extra
 from rl import head_chunk
 
 GIB = 2**30
 
 
-def install(run: Any, options: None, parts: Any) -> None:
-    """Note the free memory before the weights are loaded; compare once there are adapters."""
-    if torch.cuda.is_available():
-        parts.with_model.append(partial(compare, run, parts, torch.cuda.mem_get_info()))
+class Options(Extra):
+    """None: it acts in each run on a GPU."""
+
+    def install(self, run: Any) -> None:
+        """Note the free memory before the weights are loaded; compare once there are adapters."""
+        if torch.cuda.is_available():
+            run.with_model.append(partial(compare, run, torch.cuda.mem_get_info()))
 
 
-def compare(run: Any, parts: Any, memory: tuple[int, int], model: Module) -> None:
+def compare(run: Any, memory: tuple[int, int], model: Module) -> None:
     """Print what the run needs of the free and the whole `memory`, in bytes.
 
     Raises: ValueError if the certain terms exceed what is free.
     """
     config, free = run.config, memory[0] / GIB
-    phases = certain(config, model, parts.engine_kind.copies_weights)
+    phases = certain(config, model, run.engine_kind.copies_weights)
     need = max(phases.values()) / GIB
     about = phases["update"] + activations(config, model, run.max_model_len,
                                            head_chunk(memory[1] / GIB))

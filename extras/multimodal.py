@@ -13,12 +13,17 @@ from typing import Any
 import torch
 
 import rl
+from extras import Extra
 
 # Multimodal models whose text model is trained here, by their type.
 MULTIMODAL = "gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_5", "qwen3_vl"
 # How their checkpoints name its tensors, and how it names them itself.
 TEXT_NAMES = {"model.language_model.": "model.", "language_model.model.": "model.",
               "language_model.lm_head.": "lm_head."}
+
+
+class Options(Extra):
+    """None: it acts in each run."""
 
 
 class Folder(rl.Folder):

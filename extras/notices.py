@@ -8,14 +8,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from extras import Extra
 from tasks.prompts import time_limit
 
 
-def check_task(run: Any, options: Any) -> None:
-    """Print each sentence that applies."""
-    for sentences in of_the_rate, of_special_tokens, of_chats, of_the_prompt, of_a_turn:
-        for sentence in sentences(run):
-            print(f"notice: {sentence}")
+class Options(Extra):
+    """None: it acts in each run."""
+
+    def install(self, run: Any) -> None:
+        """Print each sentence that applies."""
+        for sentences in of_the_rate, of_special_tokens, of_chats, of_the_prompt, of_a_turn:
+            for sentence in sentences(run):
+                print(f"notice: {sentence}")
+        run.reports.append(partial(explain_first_loss, run.config))
+        run.at_begin.append(name_idle)
 
 
 def of_the_rate(run: Any) -> Iterator[str]:
@@ -95,14 +101,10 @@ def template_of(run: Any) -> str:
     return str((run.config.data.chat_template and run.task.tokenizer.chat_template) or "")
 
 
-def install(run: Any, options: Any, parts: Any) -> None:
-    parts.reports.append(partial(explain_first_loss, run.config))
-    parts.at_begin.append(partial(name_idle, run))
-
-
-def name_idle(run: Any, trainer: Any, record: dict[str, Any]) -> None:
+def name_idle(trainer: Any, record: dict[str, Any]) -> None:
     """Print which switches do nothing, once the engine has its settings."""
-    config, parity, engine = run.config, run.config.parity, trainer.engine
+    run, engine = trainer.run, trainer.engine
+    config, parity = run.config, run.config.parity
     block = engine.settings.get("block_size", 0)  # transformers has no blocks
     shares = "prefix_cache" in config.given  # never without uncached_runtime
     idle = [

@@ -5,29 +5,26 @@ Its tests pass on a GPU (H200); its speed there has not been measured.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from extras import Extra
 from rl import Optimizer
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Memory of the optimizer."""
 
     offload_optimizer: bool = False  # Masters and moments in host memory between updates.
 
-
-def check_machine(config: Any, options: Options) -> None:
-    if options.offload_optimizer and not torch.cuda.is_available():
-        raise ValueError("offload_optimizer must not be given without a GPU (it would do nothing)")
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if options.offload_optimizer:
-        parts.optimizer = OffloadedOptimizer
+    def install(self, run: Any) -> None:
+        if not self.offload_optimizer:
+            return
+        if not torch.cuda.is_available():
+            raise ValueError("offload_optimizer must not be given without a GPU (it would do"
+                             " nothing)")
+        run.optimizer = OffloadedOptimizer
 
 
 class OffloadedOptimizer(Optimizer):

@@ -5,7 +5,6 @@ those of rows that are computed whole.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,20 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from extras.kv_cache import left_padded, states_after
+from extras import Extra
+from extras.shared.kv_cache import left_padded, states_after
 from rl import Batch, Policy, longest_first, row_by_row
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """The trainer's forward pass."""
 
     prompts_once: bool = True  # Compute each prompt once for all its responses: it is only faster.
 
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if options.prompts_once:
-        parts.with_model.append(lambda model: parts.policy.update(policy_options(model)))
+    def install(self, run: Any) -> None:
+        if self.prompts_once:
+            run.with_model.append(lambda model: run.policy.update(policy_options(model)))
 
 
 def policy_options(model: torch.nn.Module) -> dict[str, Any]:

@@ -4,17 +4,15 @@ docs/objectives.md has the sources of the rules, and which published corrections
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import exp, inf
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from extras import Extra
 from objectives import MAX_LOG_WEIGHT, OBJECTIVES, kl_k3, row_ratio, token_ratio
 from report.errors import LARGEST, SMALLEST, within
 from rl import Batch
-
-ENDINGS = {"rejected_frac": " | {rejected_frac:.1%} of tokens rejected"}
 
 
 # ---------------------------------------------------------------------------------- statistics
@@ -74,8 +72,7 @@ REJECTIONS: dict[str, Rejection] = {
 
 
 # ---------------------------------------------------------------------------------- options
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Rejection of what the backend changed most."""
 
     reject: Literal[("off", *REJECTIONS)] = "off"  # Rule by which tokens get no policy gradient.
@@ -102,32 +99,31 @@ class Options:
             high = self.reject_high
         return rule._replace(bounds=(low, high), mean=self.reject_mean or rule.mean)
 
+    def check(self, config: Any) -> None:
+        """Raises: ValueError if a bound rejects every token, or an option changes nothing."""
+        rule = self.rule
+        if rule is None:
+            if self != Options():
+                raise ValueError("reject_low, reject_high and reject_mean need reject (without it"
+                                 " they do nothing), got off")
+            return
+        low, high = rule.bounds
+        usual, neutral = REJECTIONS[self.reject].bounds, 1.0
+        largest = exp(MAX_LOG_WEIGHT)  # of a ratio
+        if usual[0] == -inf:  # of a divergence
+            neutral, largest = 0.0, 1.0 if self.reject == "binary_tv" else inf
+        if not low <= neutral <= high or (low <= 1 / largest and high >= largest):
+            raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
+                             " ratio is 1, its divergence 0) and reject one of 80 nats, got"
+                             f" {self.reject_low} and {self.reject_high} with {self.reject}")
+        normalizer = OBJECTIVES[config.objective].normalizer
+        changes_no_mean = normalizer == "constant" or (normalizer == "sequence" and rule.whole_rows)
+        if self.reject_mean and changes_no_mean and not config.kl_coef:
+            raise ValueError(f"reject_mean must not be given with {config.objective} and reject"
+                             f" {self.reject} (it would change no loss)")
+        config.check_correction("reject", config.parity.off())
 
-def check(config: Any, options: Options) -> None:
-    """Raises: ValueError if a bound rejects every token, or an option changes nothing."""
-    rule = options.rule
-    if rule is None:
-        if options != Options():
-            raise ValueError("reject_low, reject_high and reject_mean need reject (without it"
-                             " they do nothing), got off")
-        return
-    low, high = rule.bounds
-    usual, neutral = REJECTIONS[options.reject].bounds, 1.0
-    largest = exp(MAX_LOG_WEIGHT)  # of a ratio
-    if usual[0] == -inf:  # of a divergence
-        neutral, largest = 0.0, 1.0 if options.reject == "binary_tv" else inf
-    if not low <= neutral <= high or (low <= 1 / largest and high >= largest):
-        raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
-                         " ratio is 1, its divergence 0) and reject one of 80 nats, got"
-                         f" {options.reject_low} and {options.reject_high} with {options.reject}")
-    normalizer = OBJECTIVES[config.objective].normalizer
-    changes_no_mean = normalizer == "constant" or (normalizer == "sequence" and rule.whole_rows)
-    if options.reject_mean and changes_no_mean and not config.kl_coef:
-        raise ValueError(f"reject_mean must not be given with {config.objective} and reject"
-                         f" {options.reject} (it would change no loss)")
-    config.check_correction("reject", config.parity.off())
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if options.rule:
-        parts.token_filter = options.rule
+    def install(self, run: Any) -> None:
+        if self.rule:
+            run.token_filter = self.rule
+            run.endings["rejected_frac"] = " | {rejected_frac:.1%} of tokens rejected"

@@ -1,11 +1,10 @@
 """`--resume`: a run goes on from its newest checkpoint, with the same options, model and task."""
 
 import json
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from extras import Extra
 from report.errors import replace_file, stage
 from report.files import (
     STEP,
@@ -17,44 +16,48 @@ from report.files import (
     refuse_changes,
     refuse_other_prompts,
 )
+from tasks.job import teach_toy
 
-NOT_OF_THE_EXPERIMENT = {"resume"}
 
-
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Recovery."""
 
     resume: bool = False  # Go on from the newest checkpoint in `out`, with the same options.
 
+    may_change = ("resume",)
 
-def check(config: Any, options: Options) -> None:
-    if options.resume and not config.parity.uncached_runtime:
-        raise ValueError("resume must be off without uncached_runtime (no checkpoint has V1's"
-                         " prefix cache, whose stale blocks are the fault, or a step that is"
-                         " scheduled ahead); try another --out")
+    def check(self, config: Any) -> None:
+        if self.resume and not config.parity.uncached_runtime:
+            raise ValueError("resume must be off without uncached_runtime (no checkpoint has V1's"
+                             " prefix cache, whose stale blocks are the fault, or a step that is"
+                             " scheduled ahead); try another --out")
+
+    def install(self, run: Any) -> None:
+        if self.resume:
+            run.find_start = find_newest
 
 
-def install(run: Any, options: Options, parts: Any) -> None:
-    if not options.resume:
-        return
-    parts.new_folder = False
-    parts.checkpoint = newest_checkpoint(run, parts.identity)
-    if not parts.checkpoint:
+def find_newest(run: Any) -> None:
+    """The run goes on from its newest checkpoint. Raises: ValueError if it is another run."""
+    teach_toy(run.config)  # if the cache has lost it: its digests are compared
+    checkpoint = newest_checkpoint(run)
+    if not checkpoint:
         print("resumed at step 1: there was no checkpoint")
         return
-    parts.state = read_checkpoint(parts.checkpoint)
-    step = parts.state["step"]
-    with stage(f"going on from {parts.checkpoint}"):
-        refuse_another_run(run.config, parts.identity, parts.state["run"])
+    state = read_checkpoint(checkpoint)
+    step = state["step"]
+    with stage(f"going on from {checkpoint}"):
+        refuse_another_run(run, state["run"])
     if step > run.config.steps:
         raise ValueError(f"steps must be at least {step}, the checkpoint's, got {run.config.steps}")
-    parts.first_step = step + 1
-    parts.at_begin.append(partial(go_on, step))
+    run.checkpoint = checkpoint
+    run.state = state
+    run.first_step = step + 1
+    run.at_begin.insert(0, go_on)
     print(f"resumed at step {step + 1}")
 
 
-def newest_checkpoint(run: Any, identity: dict[str, Any]) -> Path | None:
+def newest_checkpoint(run: Any) -> Path | None:
     """The newest checkpoint of a run.Run, None before its first one.
 
     Raises: ValueError if the folder holds another run, or one without its checkpoints.
@@ -62,7 +65,7 @@ def newest_checkpoint(run: Any, identity: dict[str, Any]) -> Path | None:
     folders, record = checkpoints(run.out), run.out / "config.json"
     if not folders and not record.exists():
         return None
-    refuse_another_run(run.config, identity, read_json(record))
+    refuse_another_run(run, read_json(record))
     if folders:
         return folders[-1]
     # At most step 0 and the steps up to the first checkpoint.
@@ -74,17 +77,16 @@ def newest_checkpoint(run: Any, identity: dict[str, Any]) -> Path | None:
     return None
 
 
-def refuse_another_run(
-    config: Any, identity: dict[str, Any], earlier: dict[str, Any]
-) -> None:
+def refuse_another_run(run: Any, earlier: dict[str, Any]) -> None:
     """`earlier`: the record or a checkpoint of the run to be resumed. Raises: ValueError."""
+    config = run.config
     free = config.flat().keys() - config.experiment.keys()
     before = config.defaults() | earlier["config"]  # an option can be younger than the run
     refuse_other_rates(config, before)
     before = {name: value for name, value in before.items() if name not in free}
     refuse_changes("options", config.experiment, before)
-    refuse_changes("model and its task", identity["files"], earlier["files"])
-    refuse_other_prompts(identity["prompts"], earlier["prompts"])
+    refuse_changes("model and its task", run.identity["files"], earlier["files"])
+    refuse_other_prompts(run.identity["prompts"], earlier["prompts"])
 
 
 def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
@@ -99,12 +101,12 @@ def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
             " reference start anew)")
 
 
-def go_on(step: int, trainer: Any, record: dict[str, Any]) -> None:
+def go_on(trainer: Any, record: dict[str, Any]) -> None:
     """Drop the rows after the checkpoint's step, and keep the run's first record.
 
     What goes on now is in its list `resumed`. Raises: ValueError if rows are missing.
     """
-    out = trainer.run.out
+    out, step = trainer.run.out, trainer.run.state["step"]
     for name in TABLES:
         rows = [row for row in read_rows(out / name) if row["step"] <= step]
         if name == "metrics.jsonl" and [row["step"] for row in rows] != [*range(step + 1)]:

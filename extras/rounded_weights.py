@@ -4,58 +4,37 @@ Weight-only rounding of the body's linear layers, symmetric, one scale for each 
 mismatch that people choose, for speed. Here it is for its effect on the numbers; nothing is saved.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from extras.linear_layers import LazyWeights, only_linear_layers, replaced
+from extras import Extra
+from extras.shared.linear_layers import LazyWeights, only_linear_layers, replaced, rounded
 from rl import EngineWeights
 
 ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")
-LARGEST_FP8 = 448.0  # of e4m3
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Rounded weights in the engine."""
 
     # Format of the engine's linear layers; the trainer keeps its own weights. A mismatch by choice
     # and no fault: corrections are for it. It saves nothing here.
     rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
 
+    def check(self, config: Any) -> None:
+        if self.rollout_weights != "own" and config.given & {"engine", "lora_rank", "adapter"}:
+            raise ValueError("rollout_weights must be own with engine transformers, and with"
+                             " lora_rank (only full training with engine vllm rounds what it"
+                             f" sends), got {self.rollout_weights}")
 
-def check(config: Any, options: Options) -> None:
-    if options.rollout_weights != "own" and config.given & {"engine", "lora_rank", "adapter"}:
-        raise ValueError("rollout_weights must be own with engine transformers, and with lora_rank"
-                         " (only full training with engine vllm rounds what it sends), got"
-                         f" {options.rollout_weights}")
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if options.rollout_weights != "own":
-        parts.not_stated.add("weights")
-        parts.with_model.append(lambda model: setattr(
-            parts, "send", RoundedWeights(model, options.rollout_weights)))
-
-
-def rounded(weight: Tensor, kind: str) -> Tensor:
-    """The nearest values of the format, in the weight's dtype: (out, in) -> (out, in).
-
-    intK: scale * n with 2^(K - 1) - 1 steps of the scale in the largest value of a channel. fp8:
-    e4m3 with a scale such that the largest is the format's.
-    """
-    values = weight.float()
-    largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
-    if kind == "fp8":
-        scale = largest / LARGEST_FP8
-        nearest = (values / scale).to(torch.float8_e4m3fn).float()
-    else:
-        scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
-        nearest = (values / scale).round()
-    return (nearest * scale).to(weight.dtype)
+    def install(self, run: Any) -> None:
+        if self.rollout_weights != "own":
+            run.not_stated.add("weights")
+            run.with_model.append(lambda model: setattr(
+                run, "send", RoundedWeights(model, self.rollout_weights)))
 
 
 class RoundedWeights(EngineWeights):

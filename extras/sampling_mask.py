@@ -4,7 +4,6 @@ The ids that the mask kept travel with each sampled token. docs/fixes.md has the
 """
 
 import math
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -13,7 +12,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from extras.masks import MaskedSampling, check_mask, collect_kept_sets, has_mask, masked_logits
+from extras import Extra
+from extras.shared.masks import (
+    MaskedSampling,
+    check_mask,
+    collect_kept_sets,
+    has_mask,
+    masked_logits,
+)
 from report.errors import MANY, within
 from rl import Batch, Restriction, at_targets, no_restriction
 
@@ -23,8 +29,7 @@ ENDINGS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """The sampler's mask."""
 
     top_k: int = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
@@ -36,42 +41,34 @@ class Options:
         check_mask(self)
         within(self, 1, MANY, "max_kept")
 
+    def check(self, config: Any) -> None:
+        is_on = config.parity.sampling_mask
+        if not is_on and not has_mask(self):
+            raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
+        if self.max_kept and not (is_on and has_mask(self)):
+            raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask"
+                             f" only (else no kept set is returned), got {self.max_kept}")
+        if is_on and has_mask(self) and not config.parity.processed_logprobs:
+            raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is"
+                             " given (raw log-probabilities do not show which tokens were kept);"
+                             " try --parity.no-sampling-mask")
 
-def check(config: Any, options: Options) -> None:
-    is_on = config.parity.sampling_mask
-    if not is_on and not has_mask(options):
-        raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
-    if options.max_kept and not (is_on and has_mask(options)):
-        raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask only"
-                         f" (else no kept set is returned), got {options.max_kept}")
-    if is_on and has_mask(options) and not config.parity.processed_logprobs:
-        raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is given"
-                         " (raw log-probabilities do not show which tokens were kept); try"
-                         " --parity.no-sampling-mask")
-
-
-def check_machine(config: Any, options: Options) -> None:
-    vllm = "engine" not in config.given
-    if torch.cuda.is_available() and vllm and options.min_p and options.top_p < 1:
-        raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
-                         f" after min-p), got {options.min_p} and {options.top_p}; try --top-k")
-
-
-def check_task(run: Any, options: Options) -> Any:
-    """The run with the mask in its sampling."""
-    if not has_mask(options):
-        return run
-    # More than top_k, because of ties: many logits of a 16-bit head are equal.
-    usual = options.top_k + options.top_k // 4 + 16 if options.top_k else 512
-    largest = options.max_kept or usual
-    mask = vars(options) | {"max_kept": largest * run.config.parity.sampling_mask}
-    return replace(run, sampling=MaskedSampling(**vars(run.sampling) | mask))
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if has_mask(options):
-        parts.policy |= policy_options(run.sampling)
-        parts.engine["collect"] = collect_kept_sets
+    def install(self, run: Any) -> None:
+        if not has_mask(self):
+            return
+        vllm = "engine" not in run.config.given
+        if torch.cuda.is_available() and vllm and self.min_p and self.top_p < 1:
+            raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops"
+                             f" tokens after min-p), got {self.min_p} and {self.top_p};"
+                             " try --top-k")
+        # More than top_k, because of ties: many logits of a 16-bit head are equal.
+        usual = self.top_k + self.top_k // 4 + 16 if self.top_k else 512
+        largest = self.max_kept or usual
+        mask = vars(self) | {"max_kept": largest * run.config.parity.sampling_mask}
+        run.sampling = MaskedSampling(**vars(run.sampling) | mask)
+        run.policy |= policy_options(run.sampling)
+        run.engine["collect"] = collect_kept_sets
+        run.endings |= ENDINGS
 
 
 def policy_options(sampling: MaskedSampling) -> dict[str, Any]:

@@ -6,17 +6,17 @@ core). The reward gets the text before the stop text, and the loss all tokens, b
 was sampled.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import tyro
 
+from extras import Extra
 from report.errors import MANY
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Where a response ends besides its stop tokens."""
 
     # A text that ends a response, such as `Question:`; the reward does not see it. In bash a line
@@ -28,18 +28,17 @@ class Options:
             raise ValueError("stop must not contain an empty text (each response would end at"
                              f" once), got {self.stop}")
 
-
-def check_task(run: Any, options: Options) -> Any:
-    """The run with a sampling that ends at the texts, and a task that reads the text before."""
-    if not options.stop:
-        return run
-    for text in options.stop:
-        if "\\n" in text:
-            print(f"notice: --stop {text!r} has a backslash and an n, which are no line break; in"
-                  " bash $'\\n' is one")
-    task = replace(run.task, readable=partial(before, options.stop))
-    ends = StopTexts(run.task.tokenizer, options.stop)
-    return replace(run, task=task, sampling=replace(run.sampling, ends=ends))
+    def install(self, run: Any) -> None:
+        """The sampling ends at the texts, and the task reads the text before."""
+        if not self.stop:
+            return
+        for text in self.stop:
+            if "\\n" in text:
+                print(f"notice: --stop {text!r} has a backslash and an n, which are no line break;"
+                      " in bash $'\\n' is one")
+        run.task = replace(run.task, readable=partial(before, self.stop))
+        ends = StopTexts(run.task.tokenizer, self.stop)
+        run.sampling = replace(run.sampling, ends=ends)
 
 
 class StopTexts:

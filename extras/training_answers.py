@@ -2,16 +2,23 @@
 
 from typing import Any
 
+from extras import Extra
 from report.files import append_rows
 
 
-def install(run: Any, options: None, parts: Any) -> None:
-    def observe(step: Any) -> dict[str, Any]:
-        number, config = step.metrics["step"], run.config
-        if number == config.steps or number % config.eval_every == 0:
-            answers = run.task.score(step.problems[:1], step.batch.rollouts[: config.group_size])
-            append_rows(run.out / "samples.jsonl",
-                        [{"step": number, "mode": "train"} | answer for answer in answers])
-        return {}
+class Options(Extra):
+    """None: it acts in each run."""
 
-    parts.observers.append(observe)
+    def install(self, run: Any) -> None:
+        config = run.config
+
+        def observe(step: Any) -> dict[str, Any]:
+            number = step.metrics["step"]
+            if number == config.steps or number % config.eval_every == 0:
+                rollouts = step.batch.rollouts[: config.group_size]
+                answers = run.task.score(step.problems[:1], rollouts)
+                append_rows(run.out / "samples.jsonl",
+                            [{"step": number, "mode": "train"} | answer for answer in answers])
+            return {}
+
+        run.observers.append(observe)

@@ -6,8 +6,6 @@ the plainest statement of what an engine must do for the loop.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice, takewhile
 from typing import Any, Literal
 
@@ -17,8 +15,9 @@ from torch import Tensor
 
 import verify
 from engine_adapter import Engine, Rollout, Sampling, Source
-from extras.kv_cache import left_padded, states_after
-from extras.masks import collect_kept_sets
+from extras import Extra
+from extras.shared.kv_cache import left_padded, states_after
+from extras.shared.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
 from verify.canary import NATS
@@ -27,8 +26,7 @@ from verify.own_noise import UNMEASURED
 from verify.settings import of_trainer
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """The trainer's own modules as a sampler."""
 
     # transformers: the trainer's own module alone, slow, without mismatch, the known-good curve.
@@ -36,38 +34,34 @@ class Options:
     eval_trainer_alone: bool = False  # Also sample with the trainer's own modules; slow.
 
 
+    def check(self, config: Any) -> None:
+        if self.engine == "vllm":
+            return
+        faults = [fix for fix in config.parity.off() if fix != "sampling_mask"]
+        if "both-heads" in config.flat().get("variants", ()):  # a 16-bit head here needs no vLLM
+            faults.remove("fp32_head")
+        if faults:
+            raise ValueError(f"engine must be vllm without {', '.join(faults)} (only vLLM has that"
+                             " fault)")
+        if config.given & OF_VLLM:
+            raise ValueError(f"{', '.join(sorted(config.given & OF_VLLM))} must not be given with"
+                             " engine transformers (they are vLLM's)")
+
+    def install(self, run: Any) -> None:
+        if self.engine == "transformers":
+            run.engine_kind = TransformersEngine
+        if self.engine == "transformers" or self.eval_trainer_alone:
+            run.with_model.append(refuse_recurrent)
+        if self.eval_trainer_alone:
+            run.at_begin.append(add_evaluation)
+            run.endings |= ENDINGS
+
+
 ENDINGS = {
     "eval_reward_trainer_alone": " | trainer alone {eval_reward_trainer_alone:.3f}",
     "eval_reward_trainer_alone_left_out": " | {eval_reward_trainer_alone_left_out} LEFT OUT of it",
 }
 OF_VLLM = {"prefix_cache", "cuda_graphs", "block_size", "canary_nats", "verify_loads"}
-
-
-def check(config: Any, options: Options) -> None:
-    if options.engine == "vllm":
-        return
-    faults = [fix for fix in config.parity.off() if fix != "sampling_mask"]
-    if "both-heads" in config.flat().get("variants", ()):  # a 16-bit head here needs no vLLM
-        faults.remove("fp32_head")
-    if faults:
-        raise ValueError(f"engine must be vllm without {', '.join(faults)} (only vLLM has that"
-                         " fault)")
-    if config.given & OF_VLLM:
-        raise ValueError(f"{', '.join(sorted(config.given & OF_VLLM))} must not be given with"
-                         " engine transformers (they are vLLM's)")
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    if options.engine == "transformers":
-        parts.engine_kind = TransformersEngine
-        if "further" in parts.engine:
-            raise ValueError("engine must be vllm with an option that sets an argument of vLLM, got"
-                             f" {parts.engine['further']}")
-        parts.engine.clear()
-    if options.engine == "transformers" or options.eval_trainer_alone:
-        parts.with_model.append(refuse_recurrent)
-    if options.eval_trainer_alone:
-        parts.at_begin.append(partial(add_evaluation, run))
 
 
 def refuse_recurrent(model: torch.nn.Module) -> None:
@@ -78,8 +72,9 @@ def refuse_recurrent(model: torch.nn.Module) -> None:
                          " try --engine vllm --no-eval-trainer-alone")
 
 
-def add_evaluation(run: Any, trainer: Any, record: dict[str, Any]) -> None:
+def add_evaluation(trainer: Any, record: dict[str, Any]) -> None:
     """Add an evaluation whose answers the trainer's own modules sample."""
+    run = trainer.run
     engine = engine_for(run, trainer.policy)
     engine.load({}, None)
     source = Source(engine, run.task, run.sampling, 1, 1, 0)
@@ -88,7 +83,7 @@ def add_evaluation(run: Any, trainer: Any, record: dict[str, Any]) -> None:
         _, rows = answers(source, "trainer_alone", run.config.eval_samples, run.config.temperature)
         return metrics.of_answers("eval_reward_trainer_alone", rows)
 
-    trainer.parts.evaluations.append(evaluate)
+    run.evaluations.append(evaluate)
 
 
 @torch.no_grad()
@@ -122,6 +117,10 @@ class TransformersEngine(Engine):
 
     @classmethod
     def start(cls, run: Any, policy: Policy) -> "TransformersEngine":
+        """Raises: ValueError if an option has set an argument of vLLM."""
+        if run.further:
+            raise ValueError("engine must be vllm with an option that sets an argument of vLLM, got"
+                             f" {run.further}")
         return engine_for(run, policy)
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):

@@ -1,7 +1,8 @@
 """`--variants`: with a fix off, half of V1's default, or another fault in its place."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from extras import Extra
 
 OF_FIX = {  # the fix that must be off
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
@@ -11,8 +12,7 @@ OF_FIX = {  # the fix that must be off
 ARGUMENTS = {"prefix-cache": "enable_prefix_caching", "async-scheduling": "async_scheduling"}
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Extra):
     """Variants of a fix that is off."""
 
     # In place of V1's defaults. prefix-cache, async-scheduling: without uncached_runtime this alone
@@ -22,32 +22,30 @@ class Options:
     # forgets the temperature too: no mismatch.
     variants: tuple[Literal[tuple(OF_FIX)], ...] = ()
 
+    def check(self, config: Any) -> None:
+        for variant in self.variants:
+            flag = OF_FIX[variant]
+            if getattr(config.parity, flag):
+                raise ValueError(f"variants must not have {variant} with {flag} (it would do"
+                                 f" nothing); try --parity.no-{flag.replace('_', '-')}")
+        fixed = config.parity.uncached_runtime or "prefix-cache" in fixed_still(self.variants)
+        if "recompute" in self.variants and not fixed:
+            raise ValueError("variants must not have recompute while V1's prefix cache is on"
+                             " (recompute clears the cache too, and so repairs the other fault)")
 
-def check(config: Any, options: Options) -> None:
-    for variant in options.variants:
-        flag = OF_FIX[variant]
-        if getattr(config.parity, flag):
-            raise ValueError(f"variants must not have {variant} with {flag} (it would do"
-                             f" nothing); try --parity.no-{flag.replace('_', '-')}")
-    fixed = config.parity.uncached_runtime or "prefix-cache" in fixed_still(options.variants)
-    if "recompute" in options.variants and not fixed:
-        raise ValueError("variants must not have recompute while V1's prefix cache is on"
-                         " (recompute clears the cache too, and so repairs the other fault)")
+    def install(self, run: Any) -> None:
+        for name in fixed_still(self.variants):
+            run.further[ARGUMENTS[name]] = False
+        if "recompute" in self.variants and "inflight_groups" in run.config.given:
+            run.engine["recomputes"] = True  # else notices.py names inflight_keep
+        if "both-heads" in self.variants:
+            run.policy["fp32_head"] = False
+        if "both-raw" in self.variants:
+            run.policy["temperature"] = 1.0
+            run.not_stated.add("trainer")
 
 
 def fixed_still(variants: tuple[str, ...]) -> list[str]:
     """Of the settings of uncached_runtime, those that stay fixed because the other is named."""
     named = ARGUMENTS.keys() & set(variants)
     return [name for name in ARGUMENTS if named and name not in named]
-
-
-def install(run: Any, options: Options, parts: Any) -> None:
-    for name in fixed_still(options.variants):
-        parts.engine.setdefault("further", {})[ARGUMENTS[name]] = False
-    if "recompute" in options.variants and "inflight_groups" in run.config.given:
-        parts.engine["recomputes"] = True  # else notices.py names inflight_keep
-    if "both-heads" in options.variants:
-        parts.policy["fp32_head"] = False
-    if "both-raw" in options.variants:
-        parts.policy["temperature"] = 1.0
-        parts.not_stated.add("trainer")

@@ -63,8 +63,8 @@ from report.files import (
     refuse_changes,
     refuse_other_prompts,
 )
-from tasks.job import digests
-from train import Config, prepare
+from tasks.job import teach_toy
+from train import Config, find_run
 from verify.start import prepare_environment
 
 Record = dict[str, Any]  # as JSON has it
@@ -126,9 +126,10 @@ class Options:
 def job_of(config: Config) -> tuple[Record, Record, bool]:
     """`files` and `prompts` of a run that begins now, and whether its seed decides the problems."""
     with redirect_stdout(StringIO()):
-        run, again = prepare(config), prepare(config)
-    files = digests(config.task, config.data, run.task, config.model, run.folder)
-    return files, run.task.prompts_record, run.task.fingerprint == again.task.fingerprint
+        run, again = find_run(config), find_run(config)
+        teach_toy(config)
+    is_decided = run.task.fingerprint == again.task.fingerprint
+    return run.identity["files"], run.task.prompts_record, is_decided
 
 
 @dataclass(frozen=True)

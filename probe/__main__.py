@@ -6,6 +6,7 @@ worse; not normal), 2 bad input, or an error of the probe itself (with a traceba
 """
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,6 @@ import extras
 import verify
 from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
-from extras.prompts_once import policy_options
 from probe.compare import change, check_same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
@@ -153,7 +153,11 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
         model = extras.folder(path).load(getattr(torch, dtype)).to(device)
         policy = Policy(model, fp32_head=fp32_head)
         check_head(policy)
-        return policy.changed(**policy_options(policy.model))  # as a run computes
+        with suppress(ImportError):  # without that file, too, as a run computes
+            from extras.prompts_once import policy_options
+
+            policy = policy.changed(**policy_options(policy.model))
+        return policy
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from engine_adapter import Rollout
-from extras.masks import MaskedSampling
+from extras.shared.masks import MaskedSampling
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights

@@ -6,7 +6,7 @@ All values are flat: N response tokens of B sequences, row after row. Log-probab
 import torch
 from torch import Tensor
 
-from extras.masks import MaskedSampling, masked_logits
+from extras.shared.masks import MaskedSampling, masked_logits
 from probe.traces import Trace
 from rl import Head, Policy, make_batch
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from examples.record_vllm import NEUTRAL
-from extras.linear_layers import linear_layers
-from extras.masks import MaskedSampling
-from extras.rounded_weights import rounded
+from extras.shared.linear_layers import linear_layers, rounded
+from extras.shared.masks import MaskedSampling
 from probe import causes
 from probe.causes import Cause
 from probe.replay import NEVER_FULL, Replay, Weights

@@ -12,7 +12,7 @@ import numpy
 
 from engine_adapter import Rollout
 from examples.record_vllm import NEUTRAL, check_sampling, save
-from extras.masks import MaskedSampling
+from extras.shared.masks import MaskedSampling
 from report.errors import stage
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry

@@ -39,14 +39,12 @@ def provenance() -> dict[str, Any]:
             "dirty": bool(dirty) if commit else None}
 
 
-def record_of(
-    run: Any, trainer: dict[str, Any], engine: Any, identity: dict[str, Any]
-) -> dict[str, Any]:
+def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
     """config.json: options, what is in force on both sides, versions, problems, digests."""
     task, record = run.task, provenance()
     record["versions"]["vllm"] = engine.vllm_version
     evaluated = min(len(task.held_out), run.config.eval_problems)
-    return record | identity | {
+    return record | run.identity | {
         "audit": engine.settings,
         "trainer": trainer | {"model_path": run.folder},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
@@ -105,6 +103,13 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(out.glob(STEP))
 
 
+def refuse_used_folder(run: Any) -> None:
+    """Raises: ValueError if `out` holds another run."""
+    if (run.out / "config.json").exists() or checkpoints(run.out):
+        raise ValueError(f"out must be a new folder, {run.config.out} holds a run; go on with"
+                         " --resume or choose another --out")
+
+
 def check_readable(path: Path) -> None:
     """Raises: ValueError that names the classes of what a resumed run would not read."""
     if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
@@ -124,9 +129,9 @@ def save_checkpoint(trainer: Any, step: int) -> None:
     print(f"writing {folder}")
     with stage(f"writing {folder}"):
         unfinished.mkdir(parents=True)
-        trainer.parts.save_weights(trainer.policy.model, unfinished)
+        run.save_weights(run, trainer.policy.model, unfinished)
         files = {path.name: digest_of(path) for path in unfinished.iterdir()}
-        state = trainer.state_dict() | {"step": step, "run": trainer.parts.identity, "files": files}
+        state = trainer.state_dict() | {"step": step, "run": run.identity, "files": files}
         try:
             with (unfinished / "state.pt").open("wb") as file:
                 torch.save(state, file)
@@ -192,14 +197,14 @@ def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
         shutil.copymode(folder / "config.json", weights)
 
 
-def save_policy(run: Any, model: torch.nn.Module, parts: Any, folder: Path) -> None:
-    """The policy of a run with its train.Parts as a Hugging Face folder."""
+def save_policy(run: Any, model: torch.nn.Module, folder: Path) -> None:
+    """The policy of a train.Run as a Hugging Face folder."""
     with ExitStack() as contexts:
-        for as_saved in parts.while_saved:
+        for as_saved in run.while_saved:
             contexts.enter_context(as_saved())
         write_folder(model, run.task.tokenizer, folder)
         name_rotary_base(folder / "config.json")
-        for complete in parts.after_save:
+        for complete in run.after_save:
             complete(model, folder)
 
 

@@ -60,16 +60,14 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
     return line.format_map(defaultdict(Missing, known))
 
 
-def log(
-    run: Any, figures: dict[str, Any], endings: dict[str, str], reports: list[Callable]
-) -> None:
+def log(run: Any, figures: dict[str, Any]) -> None:
     """One line to the terminal, and the reports."""
-    print(log_line(figures, run.config.steps, endings))
+    print(log_line(figures, run.config.steps, run.endings))
     if "eval_reward" in figures and figures["step"]:
         peak = max(figures["generate_gib"], figures["update_gib"])
         tokens_s = figures["tokens"] / figures["generate_s"]
         print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s))
-    report(reports, figures)
+    report(run.reports, figures)
 
 
 def report(functions: list[Callable], *arguments: Any) -> None:

@@ -46,19 +46,20 @@ def find_job(
     return problems, folder
 
 
-def teach_toy(task: str, seed: int, model: str, data: Options) -> None:
+def teach_toy(config: Any) -> None:
     """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
-    if model == "toy":
+    if config.model == "toy":
         from tasks.toys import toy_model
 
-        toy_model(data.cache_dir, seed, task)
+        toy_model(config.data.cache_dir, config.seed, config.task)
 
 
-def digests(name: str, data: Options, task: Task, model: str, folder: str) -> dict[str, str]:
+def digests(run: Any) -> dict[str, str]:
     """Of the task and of the model's files, by the names that the user has given."""
     from report.files import digest_of
 
-    names = " with ".join(filter(None, [name, data.reward, data.eval_task]))
-    files = {f"{model}/{path.name}": digest_of(path) for path in Path(folder).glob("*")
+    config = run.config
+    names = " with ".join(filter(None, [config.task, config.data.reward, config.data.eval_task]))
+    files = {f"{config.model}/{path.name}": digest_of(path) for path in Path(run.folder).glob("*")
              if path.is_file() and path.suffix not in (".md", ".pt")}  # a checkpoint's state.pt
-    return {names: task.fingerprint} | files
+    return {names: run.task.fingerprint} | files

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -49,14 +49,14 @@ import train
 import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
-from extras.masks import collect_kept_sets
+from extras.shared.masks import collect_kept_sets
 from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch
 from tasks import Task
 from tasks.options import Options
 from tasks.problem_files import load_task
-from train import Config, Trainer, begin, load_policy, parts_of, prepare
+from train import Config, Trainer, begin, load_policy, prepare
 from verify.start import prepare_environment
 
 logging.disable_progress_bar()
@@ -152,7 +152,14 @@ def forked(function: Callable, *arguments) -> Process:
 def config_of(parity: ParityFlags | None = None, **options) -> Config:
     """From options by their own names, whatever their group."""
     assert options.keys() <= Config().flat().keys(), options
-    return Config.from_flat(options | {"parity": asdict(parity or ParityFlags())})
+    return in_groups(Config, options | asdict(parity or ParityFlags()))
+
+
+def in_groups(kind: type, flat: dict) -> object:
+    """A dataclass of options and of groups of them."""
+    groups = {option.name: in_groups(option.default_factory, flat) for option in fields(kind)
+              if is_dataclass(option.default_factory)}  # fmt: skip
+    return kind(**{option.name: flat[option.name] for option in fields(kind) if option.name in flat} | groups)
 
 
 def built(root: Path, out: Path, **options) -> Trainer:
@@ -162,9 +169,8 @@ def built(root: Path, out: Path, **options) -> Trainer:
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
     close_live_engine()
-    parts = parts_of(run)
-    policy = load_policy(run, parts)
-    return begin(run, parts, policy, parts.engine_kind.start(run, policy, **parts.engine))
+    policy = load_policy(run)
+    return begin(run, policy, run.engine_kind.start(run, policy))
 
 
 def task_of(name: str | Path, seed: int = 0, **options) -> Task:

@@ -92,7 +92,7 @@ FAULTS = {
     "surrogate": (objective(lambda *given: TokenLoss(grpo(*given).loss.sum(), grpo(*given).clipped)), ValueError,
                   "a surrogate must return"),
     "detached": (objective(detached), RuntimeError, "does not require grad"),
-    "filter": (lambda trainer: setattr(trainer.parts, "token_filter", lambda batch: (
+    "filter": (lambda trainer: setattr(trainer.run, "token_filter", lambda batch: (
         batch.mask == 0, torch.ones_like(batch.mask))), ValueError, "a token filter's second mask"),
 }  # fmt: skip
 
@@ -132,8 +132,8 @@ def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_
 
 FIGURES = {
     "reward": lambda trainer, more: setattr(trainer.source, "after_update", more),
-    "eval_reward": lambda trainer, more: trainer.parts.observers.append(lambda step: more()),
-    "eval_agree": lambda trainer, more: trainer.parts.evaluations.append(lambda answers: more()),
+    "eval_reward": lambda trainer, more: trainer.run.observers.append(lambda step: more()),
+    "eval_agree": lambda trainer, more: trainer.run.evaluations.append(lambda answers: more()),
 }  # fmt: skip
 
 

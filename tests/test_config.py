@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +10,6 @@ import tyro
 from helpers import config_of
 
 from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
-from extras.variants import install
 from train import Config
 
 
@@ -19,20 +18,20 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
     config = config_of(ParityFlags(fp32_head=False), lr=2e-3, eval_every=7)
     assert tyro.cli(Config, args=words) == config
     flat = config.flat()
-    assert config.given == {"lr", "eval_every"} and flat.keys() == config.defaults().keys() | {"parity"}
-    assert Config.from_flat(flat) == config
+    assert config.given == {"lr", "eval_every"} and flat == config.defaults() | {
+        "lr": 2e-3, "eval_every": 7, "parity": asdict(config.parity)}
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
     def changed(option, *variants, inflight_groups=1):
         config = config_of(ParityFlags(**{option: False}), variants=variants, inflight_groups=inflight_groups)
-        parts = SimpleNamespace(engine={}, policy={})
-        install(SimpleNamespace(config=config), config.variants, parts)
-        return parts.engine | parts.policy
+        run = SimpleNamespace(config=config, engine={}, further={}, policy={}, not_stated=set())
+        config.extra.variants.install(run)
+        return run.engine | run.further | run.policy
 
     assert changed("uncached_runtime") == changed("uncached_runtime", "prefix-cache", "async-scheduling") == {}
-    assert changed("uncached_runtime", "prefix-cache") == {"further": {"async_scheduling": False}}
-    assert changed("uncached_runtime", "async-scheduling") == {"further": {"enable_prefix_caching": False}}
+    assert changed("uncached_runtime", "prefix-cache") == {"async_scheduling": False}
+    assert changed("uncached_runtime", "async-scheduling") == {"enable_prefix_caching": False}
     assert changed("fp32_head", "both-heads") == {"fp32_head": False}
     assert changed("inflight_keep", "recompute") == {"recomputes": True}
     assert changed("inflight_keep", "recompute", inflight_groups=0) == {}  # a notice names the idle switch

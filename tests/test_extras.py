@@ -2,35 +2,39 @@
 
 import ast
 import re
+import shutil
 from dataclasses import fields
 
 import pytest
-from helpers import ROOT, command, copied, python, timeless
+from helpers import ROOT, command, config_of, copied, python, timeless
 
 import extras
 from extras import transformers_engine
-from train import Config, Core
+from train import Config, Run
 
 CORE = ("train", "rl", "objectives", "engine_adapter")
-OPTIONS = {name: {option.name for option in fields(file.Options)} if hasattr(file, "Options") else set()
-           for name, file in extras.FILES.items()}  # fmt: skip
+OPTIONS = {group.name: {option.name for option in fields(group.default_factory)} for group in fields(extras.Options)}
 
-
-# In processes forked from one that has imported what takes time: without each file a line of option names, and a step.
+# In processes forked from one that has imported what takes time: without each file a line of option names, the other
+# programs' help, and a step.
 WITHOUT_EACH = """
-import os, sys
-import torch, tyro
+import contextlib, os, sys
+import matplotlib.pyplot, torch, tyro
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 sys.path.insert(0, ".")
 for name in sys.argv[1:]:
     path = "extras/" + name + ".py"
     os.rename(path, "away")
     if os.fork() == 0:
-        import train
+        import exercises.functions, lab.study, probe.__main__, train
         train.draw_at_evaluation = lambda *_: None  # a picture takes longer than the step
         tyro.extras.get_parser(train.Config).format_help()
         print(*train.Config().flat(), flush=True)
         sys.stdout = sys.stderr
+        for main, words in (probe.__main__.main, ["--help"]), (lab.study.main, ["own", "--help"]):
+            sys.argv = ["program", *words]
+            with contextlib.suppress(SystemExit):
+                main(words)
         if name != "transformers_engine":
             train.main((os.environ["JOB"] + name).split())
         os._exit(0)
@@ -39,8 +43,10 @@ for name in sys.argv[1:]:
 """
 
 
-def test_without_the_file_of_an_extra_the_command_has_none_of_its_options_and_the_job_runs(good, tmp_path):
+def test_without_the_file_of_an_extra_the_programs_have_none_of_its_options_and_the_job_runs(good, tmp_path):
     folder = copied(tmp_path / "copy")
+    for name in "exercises", "lab":
+        shutil.copytree(ROOT / name, folder / name)
     job = " ".join(command(good, "--engine transformers --steps 1 --eval-problems 2 --out run/"))
     found = python("-c", WITHOUT_EACH, *OPTIONS, folder=folder, JOB=job).stdout.splitlines()
     everything = {*Config().flat()}
@@ -52,7 +58,7 @@ def test_without_the_file_of_an_extra_the_command_has_none_of_its_options_and_th
 def test_the_core_runs_alone_and_computes_what_it_computes_with_all_extras(tmp_path):
     """Three steps of the default job, row by row: only an extra computes a prompt once for its group."""
     of_extras = {path.name for path in ROOT.glob("extras/*.py")} - {"__init__.py"}
-    alone = copied(tmp_path / "copy", "examples", "probe", "grpo.py", *of_extras)
+    alone = copied(tmp_path / "copy", "examples", "probe", "shared", "grpo.py", *of_extras)
     for folder, more in (alone, ""), (copied(tmp_path / "whole"), "--no-prompts-once"):
         job = f"train.py --steps 3 --num-prompts 16 --eval-problems 8 --out run {more}"
         python(*job.split(), folder=folder)
@@ -62,26 +68,20 @@ def test_the_core_runs_alone_and_computes_what_it_computes_with_all_extras(tmp_p
 
 @pytest.mark.parametrize("name", CORE)
 def test_no_core_file_has_a_word_of_an_extra(name):
-    """The name of a file, an option or a class. `engine` is also the engine, `sampling_mask` a fix, `stop` a reason."""
-    words = set(OPTIONS).union(*OPTIONS.values())
-    for file in OPTIONS:
-        tree = ast.parse((ROOT / "extras" / f"{file}.py").read_text())
-        words |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    words -= {"engine", "sampling_mask", "stop", "Options", "Folder"}
-    nodes = list(ast.walk(ast.parse((ROOT / f"{name}.py").read_text())))
-    used = {value for node in nodes for field in ("id", "attr", "arg", "name", "value", "module")
+    """The name of a file or an option. `engine` is also the engine, `sampling_mask` a fix, `stop` a reason."""
+    words = set(OPTIONS).union(*OPTIONS.values()) - {"engine", "sampling_mask", "stop"}
+    used = {value for node in ast.walk(ast.parse((ROOT / f"{name}.py").read_text()))
+            for field in ("id", "attr", "arg", "name", "value", "module")
             if isinstance(value := getattr(node, field, None), str)}
     assert used & words == set()
 
 
-def test_the_option_of_the_page_is_one_file_and_one_line(tmp_path):
+def test_the_option_of_the_page_is_one_file(tmp_path):
     """It says its rule, and prints what it promises."""
     page = (ROOT / "docs" / "fork.md").read_text()
     code = re.search(r"```python\n# extras/show_responses.py\n(.*?)```", page, re.S)[1]
     folder = copied(tmp_path / "copy")
     (folder / "extras" / "show_responses.py").write_text(code)
-    names = folder / "extras" / "__init__.py"
-    names.write_text(names.read_text().replace("NAMES = (", 'NAMES = ("show_responses",'))
     job = f"--engine transformers --steps 1 --num-prompts 2 --group-size 2 --eval-problems 2 --out {folder}/run"
     refused, done = (python("train.py", *job.split(), "--show-responses", number, folder=folder, status=status)
                      for number, status in ((5, 2), (2, 0)))
@@ -92,7 +92,7 @@ def test_the_option_of_the_page_is_one_file_and_one_line(tmp_path):
     assert all(line.isdigit() for line in before[-3:-1])
 
 
-def test_a_rule_about_another_option_names_one_that_exists_and_no_group_has_the_name_of_an_option():
+def test_a_rule_about_another_option_names_one_that_exists():
     """Without the file of an option its name is not given, so a misspelt name would be a rule that never acts."""
     known, named = {*Config().flat()}, set()
     for file in [*ROOT.glob("extras/*.py"), *ROOT.glob("lab/*.py")]:
@@ -103,23 +103,27 @@ def test_a_rule_about_another_option_names_one_that_exists_and_no_group_has_the_
                 named |= {leaf.value for side in sides for leaf in ast.walk(side) if isinstance(leaf, ast.Constant)}
     assert {"engine", "lora_rank", "inflight_groups"} <= named <= known
     assert known >= transformers_engine.OF_VLLM
-    assert not {option.name for option in fields(Core)} & {*OPTIONS}
+
+
+WRONG_FILES = {
+    "no class": "def install(run, options, parts): pass",
+    "a hook outside": "from extras import Extra\nclass Options(Extra): mine: int = 0\ndef install(self, run): pass",
+    "two classes": "from extras import Extra\nclass One(Extra): pass\nclass Two(Extra): pass",
+}
 
 
 def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
-    """A hook under another name, a part that is none, one that two options replace, a list that is lost."""
+    """A file without a class of its own, a hook under another name, a part that is none or has two owners."""
     folder = copied(tmp_path / "copy")
-    (folder / "extras" / "tracker.py").write_text("def instal(run, options, parts):\n    pass\n")
-    said = python("train.py", "--help", folder=folder, status=1).stderr
-    assert "instal of extras.tracker has options but is no hook" in said
-    (folder / "extras" / "tracker.py").write_text("install = lambda run, options, parts: None\n")
-    python("train.py", "--help", folder=folder)
-    parts = extras.OneOwner()
-    parts.source, parts.writers = "usual", []
-    parts.complete()
-    for name in ("sources", "writers"):
-        with pytest.raises(AttributeError, match=f"{name} is no part to replace"):
-            setattr(parts, name, [])
-    parts.source = "one option's"
-    with pytest.raises(ValueError, match="two options replace the part source"):
-        parts.source = "another's"
+    for code in WRONG_FILES.values():
+        (folder / "extras" / "tracker.py").write_text(code)
+        said = python("-c", "import extras", folder=folder, status=1).stderr
+        assert said.startswith(f"error: {folder}/extras/tracker.py must have one class of") and said.count("\n") == 1
+    with pytest.raises(SystemExit, match="instal of mine is no hook"):
+        type("Options", (extras.Extra,), {"instal": lambda self, run: None, "__module__": "mine"})
+    run = Run(config_of(), "", None, None, set(), {}, [])
+    run.source, run.policy["measures"] = "one option's", ()
+    run.policy |= {"temperature": 1.0}
+    for name, said in ("sources", "sources is no part of a run"), ("source", "two options"), ("writers", "two options"):
+        with pytest.raises(ValueError, match=said):
+            setattr(run, name, [])

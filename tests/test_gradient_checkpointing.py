@@ -6,9 +6,9 @@ import transformers
 from helpers import ARCHITECTURES, qwen2, small_model
 
 from engine_adapter import Rollout
-from extras.adapters import Adapters, factors
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Options
+from extras.shared.adapters import Adapters, factors
 from rl import Policy, make_batch
 from verify.model_cases import attention_for
 

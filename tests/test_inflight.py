@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 from engine_adapter import Engine, ParityFlags, Sampling
 from extras.inflight import Group, GroupsInFlight
-from extras.masks import MaskedSampling
+from extras.shared.masks import MaskedSampling
 from rl import Policy
 from tasks import Problem, Task, exact_match
 from verify import canary, settings

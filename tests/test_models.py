@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import extras
 from engine_adapter import Rollout
 from extras.export_sampling import declared
-from extras.masks import MaskedSampling
+from extras.shared.masks import MaskedSampling
 from report.files import appears_whole, save_policy, write_folder
 from tasks.model_folder import check_rows, describe_model
 from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
@@ -99,10 +99,11 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_beside_others(n
 def test_transformers_4_finds_the_base_of_a_plain_rotary_table_or_the_run_says_that_it_cannot(
     name, base, tmp_path, capsys
 ):
-    model, run = small_model(name, rope_theta=2e4), SimpleNamespace(task=SimpleNamespace(tokenizer=toy_tokenizer()))
+    task = SimpleNamespace(tokenizer=toy_tokenizer())
+    model, run = small_model(name, rope_theta=2e4), SimpleNamespace(task=task, while_saved=[], after_save=[])
     model.save_pretrained(tmp_path)
     before = AutoConfig.from_pretrained(tmp_path).to_dict()
-    save_policy(run, model, SimpleNamespace(while_saved=[], after_save=[]), tmp_path)
+    save_policy(run, model, tmp_path)
     assert read_json(tmp_path / "config.json").get("rope_theta") == base
     assert ("transformers 4 would read" in capsys.readouterr().out) == (base is None)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"rope_theta": 0} == before | {"rope_theta": 0}

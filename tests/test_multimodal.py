@@ -22,9 +22,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import extras
-from extras.adapters import factors
+from extras.shared.adapters import factors
 from tasks.toys import toy_tokenizer
-from train import load_policy, parts_of, prepare
+from train import load_policy, prepare
 
 CASES = [(name, False) for name in MULTIMODAL] + [("Gemma3", True)]
 
@@ -58,11 +58,11 @@ def test_its_adapters_are_those_of_peft_for_the_whole_model(name, tmp_path):
     (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, TASK)))
     run = prepare(config_of(
         model=str(tmp_path / "model"), task=str(tmp_path / "task.jsonl"), num_prompts=4, lora_rank=4))
-    parts, ids = parts_of(run), torch.tensor([[5, 6, 7, 8]])
-    model = load_policy(run, parts).model
-    for layer in parts.send.layers.values():
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model = load_policy(run).model
+    for layer in run.send.layers.values():
         torch.nn.init.normal_(factors(layer)[1], std=0.1)
-    parts.save_weights(model, tmp_path / "adapter")
+    run.save_weights(run, model, tmp_path / "adapter")
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
     of_peft = PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
     assert (of_peft(input_ids=ids).logits - model(ids).logits).abs().max() < ROUNDING

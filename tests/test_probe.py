@@ -27,8 +27,8 @@ from helpers import (
 import verify
 from engine_adapter import ParityFlags
 from extras import live_probe
-from extras.masks import MaskedSampling
 from extras.rounded_weights import RoundedWeights
+from extras.shared.masks import MaskedSampling
 from probe import causes
 from probe.__main__ import main
 from probe.diagnose import StepProbe, alarms, diagnose

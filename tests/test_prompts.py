@@ -6,7 +6,6 @@ import re
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from helpers import command, config_of, read_json, refusal, rewrite, train_here
@@ -14,7 +13,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
-from extras.notices import check_task
 from tasks import Problem, Task, exact_match
 from tasks.model_folder import load_tokenizer
 from tasks.options import Options
@@ -139,7 +137,7 @@ def noticed(template: str | None, problem: Problem = QUESTION, stop: int = 1, **
     task.tokenizer.bos_token = "<think>"
     printed = StringIO()
     with redirect_stdout(printed):
-        check_task(Run(config, Path(), "", task, None), None)
+        config.extra.notices.install(Run(config, "", task, None, set(), {}, []))
     return " ".join(line.removeprefix("notice: ") for line in printed.getvalue().splitlines())
 
 

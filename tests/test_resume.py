@@ -66,8 +66,8 @@ def test_a_state_that_no_resumed_run_could_read_is_refused_by_its_class_as_it_is
 
 def test_a_state_that_cannot_be_written_is_refused_as_a_state(tmp_path):
     """Each Rollout has a Sampling, and with it a lambda."""
-    parts = SimpleNamespace(save_weights=lambda model, folder: None, identity={})
-    trainer = SimpleNamespace(run=SimpleNamespace(out=tmp_path), policy=SimpleNamespace(model=None), parts=parts,
+    run = SimpleNamespace(out=tmp_path, save_weights=lambda run, model, folder: None, identity={})
+    trainer = SimpleNamespace(run=run, policy=SimpleNamespace(model=None),
                               state_dict=lambda: {"old": [Rollout([1], None, sampling=Sampling(1.0, 1))]})  # fmt: skip
     with pytest.raises(ValueError, match=r"a state_dict must have .*, got another: .*Sampling\."):
         save_checkpoint(trainer, 1)
@@ -205,7 +205,6 @@ def test_an_option_that_is_younger_than_a_run_had_its_default_there():
     now = Config().flat()
     before = {name: value for name, value in json.loads(json.dumps(now)).items() if name != "stop"}
     refuse_changes("options", now, Config().defaults() | before)
-    assert Config.from_flat(before) == Config()
 
 
 def test_with_a_constant_rate_a_run_goes_on_for_more_steps(root, tmp_path, capsys):

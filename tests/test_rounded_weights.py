@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import ROUNDING, load_into, mismatch, move, small_model, started
 
-from extras.adapters import Adapters
 from extras.lora import Options
 from extras.rounded_weights import ROUNDINGS, RoundedWeights, rounded
+from extras.shared.adapters import Adapters
 from rl import Policy
 
 

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing import get_context
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from report.clock import Clock
 from report.errors import end_of_process
 from report.files import provenance
 from rl import Policy
-from train import Config, parts_of, prepare
+from train import Config, find_run, prepare
 
 
 @pytest.fixture
@@ -40,7 +39,8 @@ def test_a_switch_that_can_change_nothing_is_named(capsys):
         (ParityFlags(), {"prefix_cache": "versioned"}, ["prefix_cache"]),
     ):  # fmt: skip
         engine = SimpleNamespace(settings={"block_size": 16}, wanted={"enable_prefix_caching": True})
-        name_idle(SimpleNamespace(config=config_of(parity, **changes), task=task), SimpleNamespace(engine=engine), {})
+        run = SimpleNamespace(config=config_of(parity, **changes), task=task)
+        name_idle(SimpleNamespace(run=run, engine=engine), {})
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 
@@ -65,10 +65,12 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
     """test_runner_v2.py has the fault of vLLM's kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     both = dict(min_p=0.02, top_p=0.9)
+    refused, *allowed = (find_run(job(**options)) for options in (
+        both, both | {"engine": "transformers"}, dict(min_p=0.02, top_k=6), dict(top_k=6, top_p=0.9)))
     with pytest.raises(ValueError, match=r"min_p must be 0 with top_p on a GPU .*, got 0.02 and 0.9; try --top-k"):
-        prepare(job(**both))
-    for allowed in (both | {"engine": "transformers"}, dict(min_p=0.02, top_k=6), dict(top_k=6, top_p=0.9)):
-        prepare(job(**{"engine": "vllm"} | allowed))
+        refused.config.extra.sampling_mask.install(refused)
+    for run in allowed:
+        run.config.extra.sampling_mask.install(run)
 
 
 @pytest.mark.parametrize("version, needed, complaint", [
@@ -79,10 +81,9 @@ def test_vllm_must_be_there_where_it_samples_in_a_tested_version_and_for_this_to
         job, monkeypatch, version, needed, complaint):
     installed = [SimpleNamespace(version=version, requires=[needed] if needed else None)] if version else []
     monkeypatch.setattr("verify.start.distributions", lambda name: installed)
-    run = prepare(job())
     with pytest.raises(ValueError, match=complaint):
-        parts_of(run)
-    parts_of(replace(run, config=job(**{"allow_untested_vllm": True} if version else {"engine": "transformers"})))
+        prepare(job())
+    prepare(job(**{"allow_untested_vllm": True} if version else {"engine": "transformers"}))
 
 
 def test_the_peak_of_a_phase_is_that_of_memory_that_was_freed_in_it():

@@ -8,8 +8,8 @@ from gpu_path import RUNNER, triton_numpy
 from helpers import PROMPTS, ROUNDING, at, rows_of_run, started
 
 from engine_adapter import reseed
-from extras.masks import MaskedSampling, masked_logits
 from extras.sampling_mask import policy_options
+from extras.shared.masks import MaskedSampling, masked_logits
 from probe.diagnose import ALARMS, alarms
 from rl import make_batch
 

@@ -8,8 +8,8 @@ import torch
 from helpers import DEVICES, PROMPTS, ROUNDING, at, built, qwen2, started
 
 from engine_adapter import Engine, ParityFlags, Rollout, reseed
-from extras.masks import MaskedSampling, masked_logits
 from extras.sampling_mask import kept_sets, policy_options
+from extras.shared.masks import MaskedSampling, masked_logits
 from extras.transformers_engine import TransformersEngine
 from report.metrics import of_mismatch
 from rl import Policy, make_batch

@@ -25,8 +25,8 @@ from helpers import (
 
 from engine_adapter import Rollout, Sampling, Source, reseed
 from examples.record_vllm import record
-from extras.adapters import Adapters, factors
 from extras.lora import Options
+from extras.shared.adapters import Adapters, factors
 from probe.traces import load_traces
 from report.files import checkpoints
 from train import evaluate, greedy_agreement, has_loss, train_step
@@ -55,11 +55,11 @@ def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_p
     """Values and gradients of both bodies: test_architectures.py."""
     trainer = built(good, tmp_path / "probed", prompts_once=False, probe_every=2)
     done = train_step(trainer, 2)
-    done.metrics["current_mismatch_kl"] = 9.0  # an alarm
-    assert [observe(done) for observe in trainer.parts.observers] == [{}, {}]
+    done = done._replace(metrics=done.metrics | {"current_mismatch_kl": 9.0})  # an alarm
+    assert [observe(done) for observe in trainer.run.observers] == [{}, {}]
     assert of_trainer(trainer.policy)["body"] == "row_by_row"
     trainer = built(good, tmp_path / "usual", seed=7, inflight_groups=1, max_staleness=3, lora_rank=2)
-    assert (trainer.source.seed, trainer.source.max_staleness, len(trainer.parts.observers)) == (7, 3, 1)
+    assert (trainer.source.seed, trainer.source.max_staleness, len(trainer.run.observers)) == (7, 3, 1)
     assert of_trainer(trainer.policy)["body"] == "prompts_once"
     split = task_of(good / "task.jsonl", 7)
     assert [each.question for each in trainer.run.task.held_out] == [each.question for each in split.held_out]

@@ -9,7 +9,7 @@ import torch
 from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, small_model
 
 from engine_adapter import Sampling
-from extras.transformers_engine import Options, TransformersEngine, install
+from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from verify.errors import EngineStateError
 
@@ -50,9 +50,9 @@ def test_it_samples_from_the_distribution_it_reports(policy):
 
 
 def test_an_argument_of_vllm_is_refused():
-    parts = SimpleNamespace(engine={"further": {"kv_cache_dtype": "fp8"}})
+    run = SimpleNamespace(further={"kv_cache_dtype": "fp8"})
     with pytest.raises(ValueError, match="engine must be vllm with an option that sets an argument of vLLM"):
-        install(None, Options(engine="transformers"), parts)
+        TransformersEngine.start(run, None)
 
 
 def test_a_load_of_an_engine_that_sleeps_is_refused(policy):

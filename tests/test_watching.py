@@ -1,14 +1,15 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from helpers import ROUNDING, built, python, rows
+from helpers import ROUNDING, built, config_of, python, rows
 from matplotlib.figure import Figure
 
-from extras import ENDINGS
+from engine_adapter import Sampling
 from report.log import answer_line, log_line
-from train import train
+from train import Run, train
 
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
@@ -56,9 +57,10 @@ LINE = (
     " kl_ref 0.0e+00 max 4.0e+01 | NO SIGNAL in 1 minibatch(es): flat, masked or rejected rows, no step | NO SIGNAL in"
     " 1 minibatch(es), a step by the KL alone | fp16 OVERFLOW in 2 minibatch(es): scale halved | 5 rewards FAILED | 6"
     " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 agree"
-    " 1.000 | 8 greedy answers LEFT OUT | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own mask"
+    " 1.000 | 8 greedy answers LEFT OUT"
     " | in flight 3 stale 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to preemption: raise --kv-cache-gib"
-    " | trainer alone 0.000 | 25.0% of tokens rejected"
+    " | 25.0% of tokens rejected | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own mask"
+    " | trainer alone 0.000"
 )  # fmt: skip
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     (MEASURED, LINE), ({"eval_reward": None}, "| eval - greedy - agree -"),
@@ -69,7 +71,11 @@ LINES = [  # a step without a signal has no gradient, and a batch of stale rows 
 
 @pytest.mark.parametrize("metrics, line", LINES, ids=len)
 def test_the_line_of_a_step(metrics, line):
-    assert log_line({"step": 0} | metrics, 9, ENDINGS) == f"step   0/9 {line}"
+    config = config_of(inflight_groups=1, reject="token", top_k=2, eval_trainer_alone=True)
+    run = Run(config, "", SimpleNamespace(train=range(999)), Sampling(0.7, 8), set(), {}, [])
+    for name in ("inflight", "rejection", "sampling_mask", "transformers_engine"):
+        getattr(config.extra, name).install(run)
+    assert log_line({"step": 0} | metrics, 9, run.endings) == f"step   0/9 {line}"
 
 
 def test_an_answer_is_one_short_line():

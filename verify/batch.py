@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from report.log import shown
+
 
 def check_rollouts(
     problems: list, rollouts: list, num_prompts: int, group_size: int, version: int
@@ -20,9 +22,9 @@ def check_rollouts(
                 or len(lengths) > 1 or {*trained} - {True, False}
                 or max(rollout.versions) > version):
             raise ValueError(f"rollout {row} of a source must begin with its problem's prompt"
-                             f" {prompt}, be finished, have at least one token, and for each token"
-                             " an entry in its lists (a bool in `trained`, in `versions` at most"
-                             f" {version}), got {rollout}")
+                             f" {shown(str(prompt), 60, 60)}, be finished, have at least one token,"
+                             " and for each token an entry in its lists (a bool in `trained`, in"
+                             f" `versions` at most {version}), got {shown(str(rollout))}")
 
 
 def check_gradients(masters: list[Tensor]) -> None:

@@ -134,5 +134,5 @@ def check_step(engine: Any, figures: dict[str, Any]) -> None:
             f"the mismatch is {difference:.2e} nats, more than {TIMES_IN_A_STEP} times the canary's"
             f" limit of {engine.checked.limit:.1e}, and no fix is off: the trainer scores other"
             " tokens than the engine sampled (a changed prompt, say), or with other weights; an"
-            " option that means it adds to parts.not_stated; for vLLM's noise alone, try a larger"
+            " option that means it adds to run.not_stated; for vLLM's noise alone, try a larger"
             " --canary-nats")

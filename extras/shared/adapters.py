@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Linear, Module, ModuleDict
 from torch.nn.functional import linear
 
-from extras.linear_layers import only_linear_layers, replaced
 from extras.lora import TENSORS, Options
+from extras.shared.linear_layers import only_linear_layers, replaced
 from report.errors import stage
 from rl import EngineWeights
 
@@ -138,7 +138,7 @@ class Adapters(EngineWeights):
                              " that target_modules names, and no others (head and embeddings have"
                              f" no adapters), see {wrong[0]}")
 
-    def save(self, model: Module, folder: Path) -> None:
+    def save(self, run: Any, model: Module, folder: Path) -> None:
         """A folder of PEFT."""
         self.config.save_pretrained(folder)
         tensors = {BASE + name.replace(".default", ""): each.detach()

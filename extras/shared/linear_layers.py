@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Conv1d, Embedding, Linear, Module
+
+LARGEST_FP8 = 448.0  # of e4m3
 
 
 def linear_layers(model: Module) -> dict[str, Linear]:
@@ -67,3 +70,20 @@ def replaced(
         raise ValueError("rollout_weights must be own and lora_rank 0 (checkpoints of this class"
                          " store linear layers in another form)")
     return LazyWeights(held)
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """The nearest values of the format, in the weight's dtype: (out, in) -> (out, in).
+
+    intK: scale * n with 2^(K - 1) - 1 steps of the scale in the largest value of a channel. fp8:
+    e4m3 with a scale such that the largest is the format's.
+    """
+    values = weight.float()
+    largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
+    if kind == "fp8":
+        scale = largest / LARGEST_FP8
+        nearest = (values / scale).to(torch.float8_e4m3fn).float()
+    else:
+        scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
+        nearest = (values / scale).round()
+    return (nearest * scale).to(weight.dtype)

@@ -235,10 +235,9 @@ class Run(extras.OneOwner):
     source: Callable = Source  # of rollouts
     token_filter: TokenFilter | None = None
     further_files: dict[str, str] = field(default_factory=dict)  # digests, for --resume
-    find_start: Callable = refuse_used_folder  # the run; may set the next three
-    first_step: int = 1
-    checkpoint: Path | None = None  # the folder that the run goes on from
-    state: dict[str, Any] | None = None  # of that folder, for the trainer
+    find_start: Callable = refuse_used_folder  # the run; may set `checkpoint`
+    # The state.pt from which the run goes on, with its `folder`.
+    checkpoint: dict[str, Any] | None = None
     save_weights: Callable = save_policy  # the run, the model, and the folder of a checkpoint
     load_weights: Callable = load_weights  # the model, and such a folder
     # Functions, their arguments, and when they are called:
@@ -307,7 +306,7 @@ def find_run(config: Config) -> Run:
     sampling = Sampling(config.temperature, config.max_new_tokens, task.stop_token_ids)
     policy = dict(temperature=config.temperature, has_reference=config.kl_coef > 0)
     return Run(config, folder, task, sampling, {*config.parity.off()}, policy,
-               reports=[partial(draw_at_evaluation, Path(config.out))])
+               reports=[partial(draw_at_evaluation, Path(config.out).absolute())])
 
 
 def prepare(config: Config) -> Run:
@@ -341,8 +340,8 @@ def begin(run: Run, policy: Policy, engine: Engine) -> Trainer:
                         config.seed)
     trainer = Trainer(run, policy, run.optimizer(policy.model), engine, source)
     if run.checkpoint:
-        run.load_weights(policy.model, run.checkpoint)
-        trainer.load_state_dict(run.state)
+        run.load_weights(policy.model, run.checkpoint["folder"])
+        trainer.load_state_dict(run.checkpoint)
     else:
         for table in TABLES:
             replace_file(run.out / table, "")
@@ -364,9 +363,10 @@ def begin(run: Run, policy: Policy, engine: Engine) -> Trainer:
 def train(trainer: Trainer) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
     run, config = trainer.run, trainer.run.config
-    if run.first_step == 1:
+    first_step = run.checkpoint["step"] + 1 if run.checkpoint else 1
+    if first_step == 1:
         finish_step(trainer, {"step": 0} | evaluate(trainer, 0))
-    for step in range(run.first_step, config.steps + 1):
+    for step in range(first_step, config.steps + 1):
         with stage(f"step {step}"):
             done = train_step(trainer, step)
         row = {**done.metrics}

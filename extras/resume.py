@@ -50,15 +50,13 @@ def find_newest(run: Any) -> None:
         refuse_another_run(run, state["run"])
     if step > run.config.steps:
         raise ValueError(f"steps must be at least {step}, the checkpoint's, got {run.config.steps}")
-    run.checkpoint = checkpoint
-    run.state = state
-    run.first_step = step + 1
+    run.checkpoint = state | {"folder": checkpoint}
     run.at_begin.insert(0, go_on)
     print(f"resumed at step {step + 1}")
 
 
 def newest_checkpoint(run: Any) -> Path | None:
-    """The newest checkpoint of a run.Run, None before its first one.
+    """The newest checkpoint of a train.Run, None before its first one.
 
     Raises: ValueError if the folder holds another run, or one without its checkpoints.
     """
@@ -106,7 +104,7 @@ def go_on(trainer: Any, record: dict[str, Any]) -> None:
 
     What goes on now is in its list `resumed`. Raises: ValueError if rows are missing.
     """
-    out, step = trainer.run.out, trainer.run.state["step"]
+    out, step = trainer.run.out, trainer.run.checkpoint["step"]
     for name in TABLES:
         rows = [row for row in read_rows(out / name) if row["step"] <= step]
         if name == "metrics.jsonl" and [row["step"] for row in rows] != [*range(step + 1)]:

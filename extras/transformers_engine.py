@@ -88,7 +88,7 @@ def add_evaluation(trainer: Any, record: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
-    """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run.
+    """With as many sequences at once as kv_cache_gib holds; `run` is a train.Run.
 
     Raises: ValueError if the model's head is another one than the policy's.
     """

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -152,14 +152,14 @@ def forked(function: Callable, *arguments) -> Process:
 def config_of(parity: ParityFlags | None = None, **options) -> Config:
     """From options by their own names, whatever their group."""
     assert options.keys() <= Config().flat().keys(), options
-    return in_groups(Config, options | asdict(parity or ParityFlags()))
+    return changed(Config(), options | asdict(parity or ParityFlags()))
 
 
-def in_groups(kind: type, flat: dict) -> object:
-    """A dataclass of options and of groups of them."""
-    groups = {option.name: in_groups(option.default_factory, flat) for option in fields(kind)
-              if is_dataclass(option.default_factory)}  # fmt: skip
-    return kind(**{option.name: flat[option.name] for option in fields(kind) if option.name in flat} | groups)
+def changed(group: object, options: dict) -> object:
+    """A dataclass of options, and of groups of them, with these."""
+    return replace(group, **{
+        name: changed(value, options) if is_dataclass(value) else options.get(name, value)
+        for name, value in vars(group).items()})  # fmt: skip
 
 
 def built(root: Path, out: Path, **options) -> Trainer:

@@ -61,6 +61,13 @@ def test_a_step_may_take_all_problems_and_no_more(job, waiting):
         prepare(job(num_prompts=most + 1, inflight_groups=waiting))
 
 
+def test_a_used_folder_is_refused_before_a_toy_is_taught(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="out must be a new folder"):
+        prepare(config_of(out=str(tmp_path), cache_dir=str(tmp_path / "cache")))
+    assert not (tmp_path / "cache").exists()
+
+
 def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypatch):
     """test_runner_v2.py has the fault of vLLM's kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

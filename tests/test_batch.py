@@ -85,6 +85,8 @@ FAULTS = {
         trainer.source, *given)[::-1]), ValueError, "of a source must begin with its problem's prompt"),
     "a gradient": (lambda trainer: trainer.policy.model.get_output_embeddings().weight.sum().backward(), ValueError,
                    "must leave no gradient"),
+    "a source": (lambda trainer: setattr(trainer.source, "answer", lambda *given: {}["mine"]), ValueError,
+                 "sampling by Source failed: KeyError: 'mine'"),
     "advantages": (objective(grpo, advantages=lambda scores, size, batch: scores), ValueError,
                    "the advantage function of grpo failed: .*finite floating numbers"),
     "none": (objective(grpo, advantages=lambda scores, size, batch: scores - batch.ref_logprobs), ValueError,
@@ -132,6 +134,7 @@ def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_
 
 FIGURES = {
     "reward": lambda trainer, more: setattr(trainer.source, "after_update", more),
+    "update_s": lambda trainer, more: setattr(trainer.source, "after_update", more),
     "eval_reward": lambda trainer, more: trainer.run.observers.append(lambda step: more()),
     "eval_agree": lambda trainer, more: trainer.run.evaluations.append(lambda answers: more()),
 }  # fmt: skip

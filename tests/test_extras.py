@@ -94,14 +94,11 @@ def test_the_option_of_the_page_is_one_file(tmp_path):
 
 def test_a_rule_about_another_option_names_one_that_exists():
     """Without the file of an option its name is not given, so a misspelt name would be a rule that never acts."""
-    known, named = {*Config().flat()}, set()
-    for file in [*ROOT.glob("extras/*.py"), *ROOT.glob("lab/*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else (
-                [node.left, node.right] if isinstance(node, ast.BinOp) else [])  # fmt: skip
-            if any(isinstance(side, ast.Attribute) and side.attr == "given" for side in sides):
-                named |= {leaf.value for side in sides for leaf in ast.walk(side) if isinstance(leaf, ast.Constant)}
-    assert {"engine", "lora_rank", "inflight_groups"} <= named <= known
+    code = "".join(file.read_text() for room in ("extras", "lab") for file in ROOT.glob(f"{room}/*.py"))
+    rules = r'"\w+"(?= (?:not )?in \S*\.given)|\{[^{}]*\}(?= & \S*\.given)|(?<=\.given & )\{[^{}]*\}'
+    named = {*re.findall(r'"(\w+)"', "".join(re.findall(rules, code)))}
+    known = {*Config().flat()}
+    assert {"engine", "top_p", "reject", "inflight_groups"} <= named <= known
     assert known >= transformers_engine.OF_VLLM
 
 

@@ -1,15 +1,13 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-from helpers import ROUNDING, built, config_of, python, rows
+from helpers import ROUNDING, built, python, rows
 from matplotlib.figure import Figure
 
-from engine_adapter import Sampling
 from report.log import answer_line, log_line
-from train import Run, train
+from train import train
 
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
@@ -70,12 +68,10 @@ LINES = [  # a step without a signal has no gradient, and a batch of stale rows 
 
 
 @pytest.mark.parametrize("metrics, line", LINES, ids=len)
-def test_the_line_of_a_step(metrics, line):
-    config = config_of(inflight_groups=1, reject="token", top_k=2, eval_trainer_alone=True)
-    run = Run(config, "", SimpleNamespace(train=range(999)), Sampling(0.7, 8), set(), {}, [])
-    for name in ("inflight", "rejection", "sampling_mask", "transformers_engine"):
-        getattr(config.extra, name).install(run)
-    assert log_line({"step": 0} | metrics, 9, run.endings) == f"step   0/9 {line}"
+def test_the_line_of_a_step(good, tmp_path, metrics, line):
+    options = dict(inflight_groups=1, reject="token", top_k=2, eval_trainer_alone=True)
+    endings = built(good, tmp_path, **options).run.endings
+    assert log_line({"step": 0} | metrics, 9, endings) == f"step   0/9 {line}"
 
 
 def test_an_answer_is_one_short_line():

@@ -23,7 +23,6 @@ class Options(Extra):
     """Recovery."""
 
     resume: bool = False  # Go on from the newest checkpoint in `out`, with the same options.
-
     may_change = ("resume",)
 
     def check(self, config: Any) -> None:

@@ -24,7 +24,6 @@ class Options(Extra):
 
     # The numbers of each step also go to this library, trackio or wandb; it must be installed.
     tracker: str = "none"
-
     may_change = ("tracker",)
 
     def install(self, run: Any) -> None:

@@ -33,7 +33,6 @@ class Options(Extra):
     engine: Literal["vllm", "transformers"] = "vllm"
     eval_trainer_alone: bool = False  # Also sample with the trainer's own modules; slow.
 
-
     def check(self, config: Any) -> None:
         if self.engine == "vllm":
             return

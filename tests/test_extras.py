@@ -76,20 +76,16 @@ def test_no_core_file_has_a_word_of_an_extra(name):
     assert used & words == set()
 
 
-def test_the_option_of_the_page_is_one_file(tmp_path):
+def test_the_option_of_the_page_is_one_file(good, tmp_path):
     """It says its rule, and prints what it promises."""
     page = (ROOT / "docs" / "fork.md").read_text()
-    code = re.search(r"```python\n# extras/show_responses.py\n(.*?)```", page, re.S)[1]
     folder = copied(tmp_path / "copy")
-    (folder / "extras" / "show_responses.py").write_text(code)
-    job = f"--engine transformers --steps 1 --num-prompts 2 --group-size 2 --eval-problems 2 --out {folder}/run"
-    refused, done = (python("train.py", *job.split(), "--show-responses", number, folder=folder, status=status)
-                     for number, status in ((5, 2), (2, 0)))
-    said = " ".join(refused.stderr.replace("│", " ").split())
-    assert "show_responses must be 0 to num_prompts * group_size, got 5" in said
-    lines = done.stdout.splitlines()
-    before = lines[: next(place for place, line in enumerate(lines) if "writing" in line and "checkpoints" in line)]
-    assert all(line.isdigit() for line in before[-3:-1])
+    (folder / "extras" / "show_responses.py").write_text(re.search(r"```python\n(# extras/show_.*?)```", page, re.S)[1])
+    job = *command(good, "--engine transformers --steps 1 --eval-problems 2 --out run"), "--show-responses"
+    said = python("train.py", *job, 9, folder=folder, status=2).stderr
+    assert "must be 0 to num_prompts * group_size, got 9" in " ".join(said.replace("│", " ").split())
+    before = python("train.py", *job, 2, folder=folder).stdout.partition("writing")[0]
+    assert re.search(r"\n[\d+=]+\n[\d+=]+\n.*$", before)
 
 
 def test_a_rule_about_another_option_names_one_that_exists():

@@ -28,6 +28,7 @@ import tyro
 from torch import Tensor
 
 import extras
+import models
 import tasks.options
 import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source, reseed
@@ -49,7 +50,7 @@ from report.errors import (
     stop_on_signals,
     within,
 )
-from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint, save_policy
+from report.files import TABLES, append_rows, checkpoints, record_of, save_checkpoint
 from report.log import answer_line, log, report, settings_lines
 from rl import (
     Batch,
@@ -58,7 +59,6 @@ from rl import (
     Optimizer,
     Policy,
     in_micro_batches,
-    load_weights,
     make_batch,
 )
 from tasks import Problem, Task
@@ -226,7 +226,6 @@ class Parts(extras.OneOwner):
 
     def __init__(self, run: Run):
         config = run.config
-        self.folder = extras.folder(run.folder)
         # What --resume compares; the files' digests are those of the model and of the task.
         self.identity = {
             "config": config.flat(), "prompts": run.task.prompts_record,
@@ -239,7 +238,7 @@ class Parts(extras.OneOwner):
         self.engine = dict(
             dtype=getattr(torch, config.dtype), seed=config.seed, max_model_len=run.max_model_len,
             kv_cache_gib=config.kv_cache_gib, max_num_seqs=config.max_num_seqs,
-            block_size=config.block_size, checks=config.checks, config=self.folder.config())
+            block_size=config.block_size, checks=config.checks)
         self.source = Source  # of rollouts
         self.token_filter: TokenFilter | None = None
         # Why the sides differ: fixes that are off, and what an option changes on purpose, "trainer"
@@ -249,9 +248,10 @@ class Parts(extras.OneOwner):
         self.first_step = 1
         self.checkpoint: Path | None = None  # the folder that the run goes on from
         self.state: dict[str, Any] | None = None  # of that folder, for the trainer
-        # The model, and the folder of a checkpoint:
-        self.save_weights = lambda model, folder: save_policy(run, model, self, folder)
-        self.load_weights = load_weights
+        # The model, and the folder that is written, or that of a checkpoint:
+        self.save_policy = partial(models.save_policy, run.task.tokenizer, run.sampling)
+        self.save_weights = self.save_policy
+        self.load_weights = models.load_weights
         # Functions, their arguments, and when they are called:
         self.with_model: list[Callable] = []  # the model, on its device: before Policy is made
         self.at_begin: list[Callable] = []  # trainer, record of config.json: before it is written
@@ -261,8 +261,6 @@ class Parts(extras.OneOwner):
         # Each row, after its checkpoint: what only reports, and ends no run.
         self.reports: list[Callable] = [partial(draw_at_evaluation, run.out)]
         self.at_end: list[Callable] = []  # no argument: after the policy is saved
-        self.while_saved: list[Callable] = []  # no argument: a context, the model as it is saved
-        self.after_save: list[Callable] = []  # the model and its new folder
         self.complete()
 
 
@@ -295,7 +293,7 @@ def prepare(config: Config) -> Run:
     for check in extras.each("check_machine", config):
         check(config)
     task, folder = find_job(config.task, config.seed, config.data, config.model,
-                            config.max_new_tokens, lambda folder: extras.folder(folder).config())
+                            config.max_new_tokens)
     if config.steps and config.num_prompts > len(task.train):
         raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got"
                          f" {config.num_prompts}")
@@ -323,7 +321,7 @@ def parts_of(run: Run) -> Parts:
 def load_policy(run: Run, parts: Parts) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {run.folder}"):
-        model = parts.folder.load(getattr(torch, run.config.dtype)).to(device)
+        model = models.load(run.folder, getattr(torch, run.config.dtype)).to(device)
         for change in parts.with_model:
             change(model)
         return Policy(model, send=parts.send, **parts.policy)
@@ -370,7 +368,7 @@ def train(trainer: Trainer) -> None:
             done.metrics.update(metrics.further(done.metrics, evaluate(trainer, step)))
         finish_step(trainer, done.metrics)
     print(f"writing {out / 'policy'}")
-    save_policy(trainer.run, trainer.policy.model, parts, out / "policy")
+    parts.save_policy(trainer.policy.model, out / "policy")
     report(parts.at_end)
     trainer.engine.close()
 

@@ -6,7 +6,6 @@ the command line. A file has what it needs of, in the order in which a run uses 
     Options                          a frozen dataclass; the comment of a field is its help text
     check(config, options)           rules, also those that concern options of others
     check_machine(config, options)   what it needs of the device or of a library
-    Folder                           reads a model's folder in place of rl.Folder
     check_task(run, options)         what it needs of the task; may return another train.Run
     install(run, options, parts)     replaces a part of train.Parts, or adds to it
     ENDINGS                          what the line of a step says of its figures (report/log.py)
@@ -15,9 +14,8 @@ the command line. A file has what it needs of, in the order in which a run uses 
 Each hook of each file is called, so a file asks itself whether its option is given. Checks raise a
 ValueError. inflight.py replaces the engine (`parts.engine_kind`) and the source of rollouts
 (`parts.source`). lora.py adds a function of the loaded model to `parts.with_model`, which also sets
-what the policy sends, `parts.send`, and adds to `parts.while_saved` a context in which the model is
-as its folder has it. It also replaces what a checkpoint has of the model, and how this is read
-(`parts.save_weights`, `parts.load_weights`).
+what the policy sends, `parts.send`. It also replaces what a checkpoint has of the model, how this
+is read (`parts.save_weights`, `parts.load_weights`), and what OUT/policy has (`parts.save_policy`).
 
 A file that is not there has no options, and all else works without it. Nothing heavy is imported at
 the top of a file: --help imports all of them. What two files share stands in a file that is not one
@@ -40,8 +38,8 @@ NAMES = (
     "sampling_mask", "stop_texts", "prefix_cache", "cuda_graphs",
     "inflight", "variants", "transformers_engine", "rounded_weights",
     "gradient_checkpointing", "lora", "memory_check", "prompts_once", "offload",
-    "rejection", "resume", "notices", "live_probe", "tracker", "multimodal",
-    "export_sampling", "keep_best", "training_answers")  # fmt: skip
+    "rejection", "resume", "notices", "live_probe", "tracker",
+    "keep_best", "training_answers")  # fmt: skip
 HOOKS = {"check", "check_machine", "check_task", "install"}
 
 
@@ -119,15 +117,6 @@ Options = make_dataclass(
                 for name, file in FILES.items() if hasattr(file, "Options")],
     bases=(ByName,), frozen=True)
 Options.__module__ = __name__  # for pickle
-
-
-def folder(path: str) -> Any:
-    """An rl.Folder."""
-    from rl import Folder
-
-    for file in FILES.values():
-        Folder = getattr(file, "Folder", Folder)
-    return Folder(path)
 
 
 class OneOwner:

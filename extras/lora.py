@@ -6,13 +6,14 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from models import load_tokenizer
 from report.errors import LARGEST, MANY, SMALLEST, printable, stage, within
 from report.files import digest_of, read_json
 from report.log import shown
-from tasks.model_folder import load_tokenizer
 from tasks.prompts import first_encoded
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
@@ -83,8 +84,6 @@ def install(run: Any, options: Options, parts: Any) -> None:
         parts.send = adapters
         parts.save_weights = adapters.save
         parts.load_weights = adapters.load
-        parts.while_saved.append(adapters.merged_model)
-        parts.after_save.append(
-            lambda model, policy: adapters.save(model, policy.with_name("adapter")))
+        parts.save_policy = partial(adapters.save_merged, parts.save_policy)
 
     parts.with_model.append(adapt)

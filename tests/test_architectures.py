@@ -36,11 +36,11 @@ from torch.overrides import TorchFunctionMode
 from engine_adapter import ParityFlags, Rollout
 from extras.prompts_once import policy_options
 from extras.sampling_mask import kept_sets
+from models import attention_for
 from rl import Policy, make_batch
 from tasks.toys import toy_tokenizer
 from verify import canary
 from verify.errors import WeightLoadError
-from verify.model_cases import attention_for
 from verify.own_noise import twice_as_precise
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
 from extras.notices import check_task
+from models import load_tokenizer
 from tasks import Problem, Task, exact_match
-from tasks.model_folder import load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode, fitting
 from train import Run

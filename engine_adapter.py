@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import verify
+from models import read_config
 from report.errors import MANY, within
 from tasks import Problem, Task
 from verify import canary, model_cases
@@ -196,10 +197,10 @@ class Engine:
 
     States: "awake" (at start and after `wake`: the weights are not the trainer's), "ready" (after
     `load`), "asleep", "broken" (after a failed load, or `close`). `tensor_names` are those of every
-    load. `config` is the trainer's configuration of the model, if it is not that of the folder.
-    Options add: `further` arguments of EngineArgs, which the audit compares too; `cache_salt`, the
-    key of cached blocks by weight version; `collect`, which gets a rollout with the ids and the
-    log-probabilities of the likeliest tokens, (n, K), if its sampling asks for them.
+    load. Options add: `further` arguments of EngineArgs, which the audit compares too;
+    `cache_salt`, the key of cached blocks by weight version; `collect`, which gets a rollout with
+    the ids and the log-probabilities of the likeliest tokens, (n, K), if its sampling asks for
+    them.
 
     Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
     model; AuditError if a setting is not in force in the live engine; RuntimeError if torch and
@@ -213,7 +214,7 @@ class Engine:
     def __init__(
         self, model: str, tensor_names: Iterable[str], parity: ParityFlags, *, max_model_len: int,
         dtype: torch.dtype = torch.float32, seed: int = 0, kv_cache_gib: float = 0.25,
-        max_num_seqs: int = 512, block_size: int | None = None, config: Any = None,
+        max_num_seqs: int = 512, block_size: int | None = None,
         checks: verify.Options = verify.USUAL, further: Mapping[str, Any] | None = None,
         cache_salt: Callable[[int], str | None] = lambda weight_version: None,
         collect: Callable[[Rollout, numpy.ndarray, numpy.ndarray], None] | None = None,
@@ -222,9 +223,7 @@ class Engine:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
         self.vllm_version, self.on_gpu = verify.check_machine(checks)
-        from transformers import AutoConfig
-
-        self.config = deepcopy(config or AutoConfig.from_pretrained(model))
+        self.config = read_config(model)  # the trainer's; vLLM would have read another
         self.tensor_names = set(tensor_names)
         self.parity, self.dtype, self.checks = parity, dtype, checks
         self.cache_salt, self.collect = cache_salt, collect
@@ -286,7 +285,7 @@ class Engine:
             run.folder, policy.weights().keys(), config.parity, dtype=getattr(torch, config.dtype),
             seed=config.seed, max_model_len=run.max_model_len, kv_cache_gib=config.kv_cache_gib,
             max_num_seqs=config.max_num_seqs, block_size=config.block_size, checks=config.checks,
-            config=run.model_folder.config(), further=run.further, **run.engine)
+            further=run.further, **run.engine)
 
     # ------------------------------------------------------------------------------ sampling
     def generate(

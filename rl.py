@@ -1,4 +1,4 @@
-"""The trainer's half: the batch, the policy with its fp32 head, the optimizer, a model's folder.
+"""The trainer's half: the batch, the policy with its fp32 head, the optimizer.
 
 Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N a number of
 response tokens.
@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,8 +18,6 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Rollout
-from verify.folder import check_loaded
-from verify.model_cases import attention_for
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
@@ -590,55 +587,3 @@ def in_micro_batches(
             whole = collected.setdefault(name, torch.zeros_like(batch.mask))
             whole[rows, : values.shape[1]] = values
     return collected
-
-
-# ---------------------------------------------------------------------------------- folder
-class Folder:
-    """The folder, or the hub name, of a causal language model: read here, and never run."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-    def config(self) -> Any:
-        """The language model's configuration. Raises: ValueError if it is part of a larger one."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-        if config.get_text_config() is not config:
-            raise ValueError(f"model must be a language model, {self.path} is a"
-                             f" {config.model_type}")
-        return config
-
-    def load(self, dtype: torch.dtype, **options: Any) -> torch.nn.Module:
-        """The model in evaluation mode on the CPU.
-
-        Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of
-        another shape there, or if the checkpoint has a head of its own and the configuration ties
-        the head to the embedding.
-        """
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
-        config, verbosity = self.config(), logging.get_verbosity()
-        logging.set_verbosity_error()  # `check` reports
-        logging.disable_progress_bar()
-        model, report = AutoModelForCausalLM.from_pretrained(
-            self.path, config=config, dtype=dtype, attn_implementation=attention_for(config),
-            output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True,
-            trust_remote_code=False, **options)
-        logging.set_verbosity(verbosity)
-        self.check(model, report)
-        return model
-
-    def check(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
-        """`report`: names of tensors that transformers did not load as they are."""
-        check_loaded(self.path, model, report)
-
-
-@torch.no_grad()
-def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Give the model the weights of a folder that a run of it has written."""
-    saved = dict(Folder(str(folder)).load(model.dtype).named_parameters())
-    for name, parameter in model.named_parameters():
-        parameter.copy_(saved[name])

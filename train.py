@@ -29,6 +29,7 @@ import tyro
 from torch import Tensor
 
 import extras
+import models
 import tasks.options
 import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source, reseed
@@ -50,14 +51,7 @@ from report.errors import (
     stop_on_signals,
     within,
 )
-from report.files import (
-    TABLES,
-    append_rows,
-    record_of,
-    refuse_used_folder,
-    save_checkpoint,
-    save_policy,
-)
+from report.files import TABLES, append_rows, record_of, refuse_used_folder, save_checkpoint
 from report.log import answer_line, log, report, settings_lines
 from rl import (
     Batch,
@@ -66,7 +60,6 @@ from rl import (
     Optimizer,
     Policy,
     in_micro_batches,
-    load_weights,
     make_batch,
 )
 from tasks import Problem, Task
@@ -238,8 +231,10 @@ class Run(extras.OneOwner):
     find_start: Callable = refuse_used_folder  # the run; may set `checkpoint`
     # The state.pt from which the run goes on, with its `folder`.
     checkpoint: dict[str, Any] | None = None
-    save_weights: Callable = save_policy  # the run, the model, and the folder of a checkpoint
-    load_weights: Callable = load_weights  # the model, and such a folder
+    # The run, the model, and the folder that is written: OUT/policy, a checkpoint's.
+    save_policy: Callable = models.save_policy
+    save_weights: Callable = models.save_policy
+    load_weights: Callable = models.load_weights  # the model, and a checkpoint's folder
     # Functions, their arguments, and when they are called:
     with_model: list[Callable] = field(default_factory=list)  # the model: before Policy is made
     # The trainer, the record of config.json: before it is written.
@@ -248,18 +243,11 @@ class Run(extras.OneOwner):
     evaluations: list[Callable] = field(default_factory=list)  # see `evaluate`
     writers: list[Callable] = field(default_factory=list)  # each row, before its checkpoint
     at_end: list[Callable] = field(default_factory=list)  # no argument: after the policy is saved
-    # No argument: a context, the model as it is saved.
-    while_saved: list[Callable] = field(default_factory=list)
-    after_save: list[Callable] = field(default_factory=list)  # the model and its new folder
     endings: dict[str, str] = field(default_factory=dict)  # of a step's line, see report/log.py
 
     @property
     def out(self) -> Path:
         return Path(self.config.out).absolute()
-
-    @property
-    def model_folder(self) -> Any:
-        return extras.folder(self.folder)
 
     @property
     def max_model_len(self) -> int:
@@ -299,7 +287,7 @@ def find_run(config: Config) -> Run:
     Raises: ValueError.
     """
     task, folder = find_job(config.task, config.seed, config.data, config.model,
-                            config.max_new_tokens, lambda folder: extras.folder(folder).config())
+                            config.max_new_tokens)
     if config.steps and config.num_prompts > len(task.train):
         raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got"
                          f" {config.num_prompts}")
@@ -327,7 +315,7 @@ def prepare(config: Config) -> Run:
 def load_policy(run: Run) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {run.folder}"):
-        model = run.model_folder.load(getattr(torch, run.config.dtype)).to(device)
+        model = models.load(run.folder, getattr(torch, run.config.dtype)).to(device)
         for change in run.with_model:
             change(model)
         return Policy(model, send=run.send, **run.policy)
@@ -376,7 +364,7 @@ def train(trainer: Trainer) -> None:
             row |= metrics.further(row, evaluate(trainer, step))
         finish_step(trainer, row)
     print(f"writing {run.out / 'policy'}")
-    save_policy(run, trainer.policy.model, run.out / "policy")
+    run.save_policy(run, trainer.policy.model, run.out / "policy")
     report(run.at_end)
     trainer.engine.close()
 

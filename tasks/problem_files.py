@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from models import reach_hub
 from report.errors import stage
 from tasks import Problem, Task
 from tasks.answers import Answers, Unreadable, last_part
-from tasks.model_folder import reach_hub
 from tasks.options import Options
 from tasks.split import refuse_or_drop, split
 from tasks.task_file import TaskFile

@@ -160,11 +160,12 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     folder = toy_folder(cache_dir, seed, task)
     if folder.is_dir():
         return folder
-    from report.files import appears_whole, write_folder
+    from models import save
+    from report.files import appears_whole
 
     name, started = toy_for(task), time.monotonic()
     with stage(f"teaching a model for --cache-dir {cache_dir}"), appears_whole(folder) as new:
-        write_folder(teach(TOYS[name], toy_config(name), seed), toy_tokenizer(), new)
+        save(teach(TOYS[name], toy_config(name), seed), toy_tokenizer(), new)
     print(f"{name} model: taught for {TOYS[name].steps} steps in"
           f" {time.monotonic() - started:.0f} s")
     return folder

@@ -44,12 +44,12 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import extras
 import train
 import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.shared.masks import collect_kept_sets
+from models import load
 from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch
@@ -198,7 +198,6 @@ def started(
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
                "checks": verify.Options(**checks)} | options  # fmt: skip
     options["collect"] = collect_kept_sets
-    options["config"] = extras.folder(folder).config()
     key = repr((folder, shapes, parity, in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
@@ -354,7 +353,7 @@ def small_model(name: str, tied: bool = False, **changes) -> PreTrainedModel:
 
 
 def policy_in(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Policy:
-    return Policy(extras.folder(str(folder)).load(dtype).to(device))
+    return Policy(load(str(folder), dtype).to(device))
 
 
 def policy_of(

@@ -10,7 +10,7 @@ import torch
 from helpers import PYTHON, TASK, close_live_engine, command, refusal, rewrite, tensors
 from huggingface_hub import constants
 
-from tasks.model_folder import reach_hub
+from models import reach_hub
 
 # ------------------------------------------------------------------------------------------------ options
 # One of each rule: options, and what is said of them. Then of two groups, and of a job, a model or a task.
@@ -121,6 +121,7 @@ def test_a_task_file(good, tmp_path, kind, capsys):
 
 # ------------------------------------------------------------------------------------------------ models
 NORM, UP, HEAD = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", torch.ones(96, 64)
+LOST = " and 0 more, which config.json leaves out"
 CONFIG, WEIGHTS, SETTINGS = "config.json", "model.safetensors", "generation_config.json"
 INDEX = f"{WEIGHTS}.index.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}
@@ -137,6 +138,9 @@ MODELS = {
     "a head of its own": (tensors(lambda t: t.update({"lm_head.weight": HEAD})), "set tie_word_embeddings to false"),
     "scales": (tensors(lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn), f"{UP}_scale": torch.ones(1),
                                            f"{UP}_scale_inv": torch.ones(1)})), UP + "_scale and 1 more scales"),
+    "a bias lost": (tensors(lambda t: t.update({"lm_head.bias": HEAD})), "has lm_head.bias" + LOST),
+    "a layer lost": (tensors(lambda t: t.update({UP.replace("0", "2"): HEAD})), UP.replace("0", "2") + LOST),
+    "a tensor twice": (tensors(lambda t: t.update({"model.language_model.norm.weight": HEAD})), f"has two of {NORM}"),
     "quantised": (rewrite(CONFIG, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
     "adapters": (lambda f: (f / "adapter_config.json").write_text("{}"), "{folder} has adapter_config.json; merge"),
     "weights twice": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}'),

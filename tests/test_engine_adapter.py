@@ -199,3 +199,10 @@ def test_an_answer_that_vllm_ends_with_another_reason_such_as_an_error_stops_the
         with pytest.raises(RuntimeError, match=r"vLLM ended a request with (stop|length)"):
             engine.generate(PROMPTS, 1, WARM)
     close_live_engine()  # its requests are unfinished
+
+
+def test_a_value_that_is_no_number_among_several_is_refused_and_nothing_is_kept():
+    rollout = Rollout([0], None)
+    with pytest.raises(FloatingPointError, match=r"log-probabilities are .* for prompt \[0\]"):
+        rollout.append([5, 0], [-1.0, float("nan")], 1)
+    assert rollout == Rollout([0], None)

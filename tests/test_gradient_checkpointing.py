@@ -9,8 +9,8 @@ from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Options
 from extras.shared.adapters import Adapters, factors
+from models import attention_for
 from rl import Policy, make_batch
-from verify.model_cases import attention_for
 
 BATCH = make_batch([Rollout([5, 6, 7], 0, [8, 9, 10, 11], [0.0] * 4), Rollout([12], 0, [13, 14], [0.0] * 2)])
 # A layer of Zamba 2 is inside of another one; OPT's layers pass their own `training` to dropout.

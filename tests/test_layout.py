@@ -8,18 +8,17 @@ from helpers import ROOT, python
 
 # What a file or a folder may import of ours at its top.
 MAY_IMPORT = {
-    "grpo": "verify", "objectives": "", "report": "objectives", "verify": "report",
-    "tasks": "report", "engine_adapter": "report tasks verify",
-    "rl": "engine_adapter objectives verify",
-    "train": "engine_adapter extras objectives report rl tasks verify",
-    "extras": "engine_adapter objectives report rl tasks verify",
-    "examples": "engine_adapter extras objectives report rl tasks verify",
-    "probe": "engine_adapter examples extras objectives report rl tasks verify",
-    "lab": "engine_adapter exercises extras objectives probe report rl tasks train verify",
+    "grpo": "verify", "objectives": "", "report": "objectives", "models": "report", "verify": "report",
+    "tasks": "models report", "engine_adapter": "models report tasks verify", "rl": "engine_adapter objectives",
+    "train": "engine_adapter extras models objectives report rl tasks verify",
+    "extras": "engine_adapter models objectives report rl tasks verify",
+    "examples": "engine_adapter extras models objectives report rl tasks verify",
+    "probe": "engine_adapter examples extras models objectives report rl tasks verify",
+    "lab": "engine_adapter exercises extras models objectives probe report rl tasks train verify",
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip
 # In addition, in a function.
-LATER = {"tasks": "rl", "extras": "examples probe"}
+LATER = {"extras": "examples probe"}
 VLLM = {"grpo", "engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: --help does not wait for it
 ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"
 FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]

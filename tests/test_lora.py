@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from engine_adapter import Rollout
 from extras.lora import CONFIG, TENSORS, Options
 from extras.shared.adapters import Adapters, factors
-from report.files import checkpoints, save_checkpoint, save_policy
+from report.files import checkpoints, save_checkpoint
 from rl import Optimizer, Policy, make_batch
 from tasks.toys import toy_tokenizer
 from train import train_step
@@ -145,7 +145,7 @@ def test_a_run_starts_from_adapters_of_peft_and_leaves_some_that_peft_and_vllm_l
     assert (first - of_peft(model, begun)).abs().max() < ROUNDING
     to_first = [train_step(trainer, step).metrics["kl_ref"] for step in (1, 2, 3)]
     assert to_first[0] == 0 < to_first[2]  # the reference is the policy that PEFT has trained
-    save_policy(trainer.run, policy.model, out / "policy")
+    trainer.run.save_policy(trainer.run, policy.model, out / "policy")
     save_checkpoint(trainer, 3)
     last = policy.score(ROWS)["logprobs"].detach()
     assert (last - first).abs().max() > 100 * ROUNDING

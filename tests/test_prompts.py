@@ -13,8 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
+from models import load_tokenizer
 from tasks import Problem, Task, exact_match
-from tasks.model_folder import load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode, fitting
 from train import Run

@@ -102,11 +102,3 @@ def scaled_length(engine: Any, longest: int) -> int:
     originals = [one.get("original_max_position_embeddings") for one in ropes]
     passed = [original for original in originals if original and longest > original]
     return max(max(passed) + 1, longest - 6) if passed else 0
-
-
-def attention_for(config: Any) -> str:
-    """sdpa, but eager where sdpa drops soft-capping and where the class has no sdpa (Mamba 2)."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-    return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"

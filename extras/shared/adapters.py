@@ -4,8 +4,7 @@ Here is what PEFT lacks: a forward pass with the very weight that the engine get
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,8 @@ class Adapters(EngineWeights):
         if options.adapter:
             self.load(model, Path(options.adapter))
         self.config.target_modules = sorted(self.layers)
-        self.name = f"{options.lora_forward} adapters on {len(self.layers)} of {which}"
+        self.name = (f"{options.lora_forward} adapters of rank {self.config.r} on"
+                     f" {len(self.layers)} of {which}")
 
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         return replaced(weights, self.layers.values(), merged)
@@ -145,16 +145,18 @@ class Adapters(EngineWeights):
                    for name, each in self.whole.named_parameters() if ".lora_" in name}
         (folder / TENSORS).write_bytes(save(tensors, {"format": "pt"}))
 
-    @contextmanager
-    def merged_model(self) -> Iterator[None]:
-        """Inside, the layers have merged weights, in host memory."""
+    def save_merged(
+        self, save: Callable[[Any, Module, Path], None], run: Any, model: Module, folder: Path
+    ) -> None:
+        """What `save` writes of a model with merged weights, in host memory; beside it adapter/."""
         layers = self.layers.values()
         own = [layer.weight.data for layer in layers]
         for layer in layers:
             layer.weight.data = merged(layer).cpu()
-        yield
+        save(run, model, folder)
         for layer, weight in zip(layers, own, strict=True):
             layer.weight.data = weight
+        self.save(run, model, folder.with_name("adapter"))
 
 
 def config_of(options: Options) -> peft.LoraConfig:

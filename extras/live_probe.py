@@ -10,7 +10,8 @@ from torch import Tensor
 from report.errors import MANY, within
 from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches, longest_first
-from verify.own_noise import precise_body, wide_dtype
+from verify.own_noise import precise_body
+from verify.parity import wide_dtype
 
 
 @dataclass(frozen=True)

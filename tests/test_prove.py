@@ -13,6 +13,7 @@ from helpers import ROOT, close_live_engine, qwen2, run_script
 sys.path.insert(0, str(ROOT / "verify"))  # a stranger has proof.py beside these
 from examples.prove_remote import differing
 from examples.prove_trl import proven
+
 from verify.start import prepare_environment
 
 pytestmark = pytest.mark.engine

@@ -8,6 +8,7 @@ from statistics import fmean
 import numpy
 import pytest
 import torch
+from examples.record_vllm import record
 from helpers import (
     AT_PARITY,
     ROUNDING,
@@ -24,7 +25,6 @@ from helpers import (
 )
 
 from engine_adapter import Rollout, Sampling, Source, reseed
-from examples.record_vllm import record
 from extras.adapters import Adapters, factors
 from extras.lora import Options
 from probe.traces import load_traces

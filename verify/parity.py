@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from inspect import signature
 from itertools import chain
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ MOVE = 0.1  # of a tensor's standard deviation: how far the weights are moved
 FLOOR = 1e-5  # nats: 118 of 122 random models in float32 are below it
 NOISE, WRONG = 2.0, 8.0  # times the model's own noise: an engine that rounds; more than rounding
 STALE = 2.5  # times the larger of noise and the error on other prompts: a stale cache
-CLOSER = 0.7  # of the error may be left under the hypothesis that is blamed
+SIGMAS = 4.0  # standard errors by which the nearest hypothesis must be nearer than each other one
 HEAD = 1.25  # times the noise of a float32 head; less is hidden by the layers before it
-EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
+EDGE = 0.05  # share of the tokens that rounding may put on the other side of a mask's edge
 
 NEUTRAL = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
            "presence_penalty": 0.0, "frequency_penalty": 0.0}  # vLLM's names
@@ -83,7 +83,7 @@ def sampling_of(given: Any) -> dict[str, float]:
     if given.keys() - NEUTRAL.keys() or not given.get("temperature", 1) > 0:
         raise ValueError(f"sampling must have some of {', '.join(NEUTRAL)}, and a temperature above"
                          f" 0, got {given}")
-    return NEUTRAL | given
+    return NEUTRAL | given | {"top_k": given.get("top_k") or -1}  # 0 is off, too
 
 
 def hypotheses(sampling: dict[str, float]) -> dict[str, dict[str, float]]:
@@ -144,6 +144,10 @@ class Widened(TorchFunctionMode):
         return function(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
 
 
+def wide_dtype(model: Any) -> torch.dtype:
+    return torch.float64 if model.dtype == torch.float32 else torch.float32
+
+
 @contextmanager
 def twice_as_precise(model: Any) -> Iterator[None]:
     """Experts run eagerly: torch has no grouped float64 product."""
@@ -151,7 +155,7 @@ def twice_as_precise(model: Any) -> Iterator[None]:
     if usual:  # transformers 5
         model.set_experts_implementation("eager")
     try:
-        with Widened(torch.float64 if model.dtype == torch.float32 else torch.float32):
+        with Widened(wide_dtype(model)):
             yield
     finally:
         if usual:
@@ -164,17 +168,26 @@ def logits_of(model: Any, ids: Tensor, weights: dict[str, Tensor], head: str) ->
         def widen(*_: Any) -> None:
             stack.enter_context(Widened(torch.float32))
 
+        for module in (model, model.get_output_embeddings()):
+            if own := vars(module).pop("forward", None):  # a trainer's autocast or float32 head
+                stack.callback(setattr, module, "forward", own)
         if head == FLOAT32:
             stack.enter_context(model.get_output_embeddings().register_forward_pre_hook(widen))
         inputs = {"input_ids": ids[None], "use_cache": False}
         return torch.func.functional_call(model, weights, (), inputs).logits[0]
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """Mean |difference|, without a few tokens at the edge of a mask; 1 nat if they are many."""
-    error = (one - other).abs()
-    inside = error.isfinite()
-    return error[inside].mean().item() if (~inside).double().mean() <= EDGE else 1.0
+def size_of(error: Tensor) -> Tensor:
+    """|error| (N,); NaN for a few tokens at the edge of a mask, 1 nat for more than a few."""
+    outside = ~error.isfinite()
+    few = outside.double().mean() <= EDGE
+    return error.abs().masked_fill(outside, nan if few else 1.0)
+
+
+def beyond_chance(values: Tensor) -> bool:
+    """Whether their mean is above 0 by SIGMAS standard errors; NaN is left out."""
+    known = values[values.isfinite()]
+    return bool(known.mean() > SIGMAS * known.std() / len(known) ** 0.5)
 
 
 class Sampled:
@@ -205,18 +218,24 @@ class Sampled:
                 logprobs = drawn_from(wide, prompt, response, **each)
                 values[name].append(logprobs.gather(-1, response[:, None])[:, 0].double().cpu())
         self.values = {name: torch.cat(parts) for name, parts in values.items()}
-        self.noise = {head: distance(self.values.pop(head), self.values[PROCESSED])
-                      for head in HEADS}
+        self.noise = {
+            head: size_of(self.values.pop(head) - self.values[PROCESSED]).nanmean().item()
+            for head in HEADS}
 
-    def judged(self, reported: Tensor, names: Iterable[str]) -> tuple[str, dict[str, float]]:
-        """The hypothesis that explains `reported`, and the error under each."""
-        errors = {name: distance(reported, self.values[name]) for name in names}
+    def judged(self, reported: Tensor, names: Iterable[str]) -> tuple[str, bool, dict[str, float]]:
+        """The hypothesis that is nearest to `reported`; whether it is so beyond chance; the mean
+        error under each.
+        """
+        sizes = {name: size_of(reported - self.values[name]) for name in names}
+        errors = {name: size.nanmean().item() for name, size in sizes.items()}
         best = min(errors, key=errors.get)
-        return (best if errors[best] < CLOSER * errors[PROCESSED] else PROCESSED), errors
+        excess = [size - sizes[best] for name, size in sizes.items() if name != best]
+        return best, all(map(beyond_chance, excess)), errors
 
     def times_noise(self, reports: str, head: str) -> float:
-        """The engine's error in multiples of the model's own noise."""
-        return distance(self.reported, self.values[reports]) / max(self.noise[head], FLOOR / NOISE)
+        """The engine's mean error in multiples of the model's own noise."""
+        error = size_of(self.reported - self.values[reports]).nanmean().item()
+        return error / max(self.noise[head], FLOOR / NOISE)
 
 
 # ------------------------------------------------------------------------- what is checked
@@ -255,15 +274,21 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def head_dtype(worker: Any) -> str:
-    """Of the head's product in a worker, by its values: a cast to float32 may follow 16 bits."""
+    """The dtype in which a worker computes its head's product."""
     model, config = worker.get_model(), worker.model_config
     width = config.get_hidden_size()
     states = torch.linspace(-1, 1, 8 * width).view(8, width).to(worker.device, config.dtype)
     unused = [None] * (len(signature(model.compute_logits).parameters) - 1)  # of older versions
     with torch.no_grad():
-        logits = model.compute_logits(states, *unused)
-    narrow = [dtype for dtype in SIXTEEN if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-    return name_of([*narrow, logits.dtype][0])
+        return dtype_of_values(model.compute_logits(states, *unused), config.dtype)
+
+
+def dtype_of_values(logits: Tensor, likely: torch.dtype) -> str:
+    """16 bits if these hold the values, because a cast to float32 may follow the product."""
+    for dtype in (likely, *SIXTEEN):
+        if dtype in SIXTEEN and torch.equal(logits.to(dtype).to(logits.dtype), logits):
+            return name_of(dtype)
+    return name_of(logits.dtype)
 
 
 class Worker(proof.Worker):
@@ -282,7 +307,7 @@ class Audit:
         self.dtype = name_of(self.config.model_config.dtype)
         self.prompts = self.random_prompts()
         self.first = self.sample(self.prompts)
-        self.reports, self.errors = self.first.judged(
+        self.reports, self.is_sure, self.errors = self.first.judged(
             self.first.reported, hypotheses(self.sampling))
         self.engine_head, self.trained = IN_16_BITS, []  # as long as nothing is known
 
@@ -320,13 +345,10 @@ class Audit:
     def semantics(self) -> Found:
         """Which distribution the engine reports."""
         shown = ", ".join(f"{error:.1e} if {name}" for name, error in self.errors.items())
-        apart = [distance(self.first.values[name], self.first.values[PROCESSED])
-                 for name in self.errors if name != PROCESSED]
-        if self.reports != PROCESSED:
-            return HIT, f"{self.reports} log-probabilities: {shown}", self.errors
-        if min(apart, default=inf) < self.first.noise[IN_16_BITS]:
-            return CANNOT_TELL, f"the distributions differ by less than rounding: {shown}", {}
-        return OK, f"processed log-probabilities: {shown}", self.errors
+        if not self.is_sure:
+            return CANNOT_TELL, f"distributions differ by less than rounding: {shown}", self.errors
+        verdict = OK if self.reports == PROCESSED else HIT
+        return verdict, f"{self.reports} log-probabilities: {shown}", self.errors
 
     def head(self) -> Found:
         """Whether the engine's last product adds to the rounding of the layers before it."""
@@ -352,8 +374,7 @@ class Audit:
     def defaults(self) -> Found:
         """Values of generation_config.json, which vLLM gives to requests that do not name them."""
         default = sampling_of(self.llm.get_default_sampling_params())
-        acting = {name: value for name, value in default.items()
-                  if value not in (NEUTRAL[name], 0)}
+        acting = dict(default.items() - NEUTRAL.items())
         if self.given or not acting:
             return OK, "none acts", {}
         return CANNOT_TELL, (f"requests that name none have {acting}: give check your sampling, or"
@@ -370,8 +391,10 @@ class Audit:
         if [*map(len, self.trained)] != [len(response) for _, response in self.first.rows]:
             raise ValueError("trainer must return a number for each token of the response")
         values = torch.tensor([*chain(*self.trained)], dtype=torch.float64)
-        scores, errors = self.first.judged(values, self.first.values)
+        scores, is_sure, errors = self.first.judged(values, self.first.values)
         text = f"{errors[PROCESSED]:.1e} from the sampler's distribution"
+        if not is_sure:
+            return CANNOT_TELL, f"{text}; others differ by less than rounding", errors
         if scores != PROCESSED:
             return HIT, f"{text}, {errors[scores]:.1e} from that {scores}", errors
         wrong = errors[PROCESSED] > WRONG * self.first.noise[IN_16_BITS] + FLOOR
@@ -519,12 +542,13 @@ def main() -> None:
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, of your LLM")
     parser.add_argument("--sampling", type=json.loads, help="JSON: temperature, top_p, top_k, ...")
     parser.add_argument("--new-tokens", type=int, default=32, help="of each of 16 prompts")
-    parser.add_argument("--json", action="store_true", help="print the lines as JSON")
+    parser.add_argument("--json", help="write the lines to this file, too")
     parser.add_argument("--trace", help="write what was sampled, for `python -m probe diagnose`")
     words = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; else nearly all memory
     try:
+        sampling_of(words.sampling or {})  # before vLLM starts
         from transformers import AutoModelForCausalLM
         from vllm import LLM
 
@@ -534,11 +558,12 @@ def main() -> None:
         model.to(device, llm.llm_engine.vllm_config.model_config.dtype)
         report = check(llm, model, lambda: proof.in_worker(llm, reload, model.state_dict()),
                        sampling=words.sampling, new_tokens=words.new_tokens)
-        if words.trace:
-            Path(words.trace).write_text(json.dumps(report.trace))
+        for path, found in ((words.trace, report.trace), (words.json, [*map(asdict, report)])):
+            if path:
+                Path(path).write_text(json.dumps(found, indent=1))
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
         parser.error(f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}")
-    print(json.dumps([*map(asdict, report)], indent=1) if words.json else report)
+    print(report)
     sys.exit(report.status)
 
 

@@ -98,7 +98,7 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
             assert name != "lab.study" or options.print is None or (study.RECORDS / f"{options.study}.json").exists()
         elif name != "pytest":
             file = name.replace(".", "/") + ".py"
-            assert (ROOT / file).exists() or (ROOT / "examples" / file).exists(), command
+            assert (ROOT / file).exists() or (ROOT / "verify" / file).exists(), command
 
 
 @each_page

@@ -346,7 +346,7 @@ class Audit:
         """Which distribution the engine reports."""
         shown = ", ".join(f"{error:.1e} if {name}" for name, error in self.errors.items())
         if not self.is_sure:
-            return CANNOT_TELL, f"distributions differ by less than rounding: {shown}", self.errors
+            return CANNOT_TELL, f"distributions differ by less than the error: {shown}", self.errors
         verdict = OK if self.reports == PROCESSED else HIT
         return verdict, f"{self.reports} log-probabilities: {shown}", self.errors
 
@@ -393,12 +393,13 @@ class Audit:
         values = torch.tensor([*chain(*self.trained)], dtype=torch.float64)
         scores, is_sure, errors = self.first.judged(values, self.first.values)
         text = f"{errors[PROCESSED]:.1e} from the sampler's distribution"
+        if errors[scores] > WRONG * self.first.noise[IN_16_BITS] + FLOOR:
+            return HIT, f"{text}: other weights or tokens", errors
         if not is_sure:
-            return CANNOT_TELL, f"{text}; others differ by less than rounding", errors
+            return CANNOT_TELL, f"{text}, and others differ from it by less than rounding", errors
         if scores != PROCESSED:
             return HIT, f"{text}, {errors[scores]:.1e} from that {scores}", errors
-        wrong = errors[PROCESSED] > WRONG * self.first.noise[IN_16_BITS] + FLOOR
-        return HIT if wrong else OK, text, errors
+        return OK, text, errors
 
     def cache(self) -> Found:
         """After a load: prompts that were sampled before it, and others."""
@@ -528,9 +529,9 @@ def check(
 
 def reload(worker: Any, weights: dict[str, Tensor]) -> None:
     """vLLM's own load, in a worker."""
-    load = getattr(worker, "reload_weights", None)
+    load = getattr(worker.model_runner, "reload_weights", None)
     if load and "weights_iterator" in signature(load).parameters:
-        load(weights_iterator=iter(weights.items()))
+        worker.reload_weights(weights_iterator=iter(weights.items()))
     else:  # older versions
         worker.get_model().load_weights(weights.items())
 

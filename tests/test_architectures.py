@@ -41,7 +41,7 @@ from tasks.toys import toy_tokenizer
 from verify import canary
 from verify.errors import WeightLoadError
 from verify.model_cases import attention_for
-from verify.own_noise import twice_as_precise
+from verify.parity import twice_as_precise
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count
 # Of Lfm2 and DeepseekV3 queries have the shape (tokens, heads, head), which vLLM's CPU kernel for rotary angles cannot

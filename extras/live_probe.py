@@ -11,7 +11,8 @@ from extras import Extra
 from report.errors import MANY, within
 from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches, longest_first
-from verify.own_noise import precise_body, wide_dtype
+from verify.own_noise import precise_body
+from verify.parity import wide_dtype
 
 
 class Options(Extra):

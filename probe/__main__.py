@@ -1,15 +1,12 @@
 """Measure the mismatch between engine and trainer on the same tokens, and name the layer that
 causes it.
 
-Exit status: 0 parity (compare: the second is not worse; place: normal), 1 mismatch (the second is
-worse; not normal), 2 bad input, or an error of the probe itself (with a traceback).
+Exit status: 0 parity, 1 mismatch, 2 bad input, or an error of the probe itself (with a traceback).
 """
 
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,11 +15,8 @@ import tyro
 import models
 import verify
 from engine_adapter import Engine, ParityFlags
-from examples.record_vllm import weights_of
-from probe.compare import change, check_same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
-from probe.place import dtype_of, place
 from probe.traces import Trace, load_traces
 from report.errors import MANY, exit_with_message, stage, within
 from rl import Policy
@@ -75,7 +69,7 @@ class Diagnose:
     trainer_head: Literal["float32", "model"] = "float32"
 
     def run(self) -> int:
-        traces = groups_of(self.trace, self.group, self.model)
+        traces = groups_of(self.trace, self.group)
         dtype = traces[0].dtype
         policy = load_policy(self.model, dtype, self.trainer_head == "float32")
         earlier = [dict(load_policy(path, dtype).model.named_parameters())
@@ -88,60 +82,11 @@ class Diagnose:
         return int(status)
 
 
-@dataclass(frozen=True)
-class Compare:
-    """Compare two traces of one workload, before and after an upgrade."""
-
-    # Before and after, .npz or .json (docs/audit.md).
-    traces: tyro.conf.Positional[tuple[str, str]]
-    model: str  # Folder or hub name of the weights that both engines had.
-    group: str | None = None  # Compare only this group; if not given, every group.
-
-    def run(self) -> int:
-        load = cache(load_policy)
-        words = []
-        before, after = (groups_of(path, self.group, self.model) for path in self.traces)
-        check_same_workload(before, after)
-        for pair in zip(before, after, strict=True):
-            verdicts = []
-            for path, trace in zip(self.traces, pair, strict=True):
-                verdict = diagnose(load(self.model, trace.dtype), trace)
-                print(f"{Path(path).name}, {trace.name}: {verdict.headline}")
-                verdicts.append(verdict)
-            word, details = change(*verdicts)
-            words.append(word)
-            print(f"=> {word}: {details}")
-        return int("worse" in words)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Tell which mismatch figures of a training log are normal, and what is as large."""
-
-    # metrics.jsonl of train.py, trainer_state.json of TRL, or JSON lines of TRL, verl or prime-rl.
-    log: tyro.conf.Positional[str]
-    # Of the less exact side; if not given, that of config.json beside the log of train.py.
-    dtype: Dtype | None = None
-
-    def run(self) -> int:
-        report, normal = place(self.log, dtype_of(self.log, self.dtype))
-        print(report)
-        return int(not normal)
-
-
-def groups_of(path: str, group: str | None, model: str) -> list[Trace]:
-    """Every group of the trace, or one.
-
-    Raises: ValueError if the trace has no group of that name, or names other weight files.
-    """
+def groups_of(path: str, group: str | None) -> list[Trace]:
+    """Every group of the trace, or one. Raises: ValueError if it has none of that name."""
     traces = [each for each in load_traces(path) if group in (None, each.name)]
     if not traces:
         raise ValueError(f"group must be one of those in {path}, got {group}")
-    recorded = traces[0].meta.get("model", {}).get("weights")
-    present = weights_of(model)
-    if None not in (recorded, present) and recorded != present:
-        raise ValueError(f"model must be that of the trace, the weight files in {model} are not"
-                         " those that it names")
     return traces
 
 
@@ -160,7 +105,7 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    commands = {"diagnose": Diagnose, "compare": Compare, "layers": Layers, "place": Place}
+    commands = {"diagnose": Diagnose, "layers": Layers}
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m probe", description=__doc__, args=arguments)
     with exit_with_message(2):

@@ -217,7 +217,7 @@ class StepProbe:
             verdict = diagnose(self.policy, trace, earlier, trainer=scored, observed=observed)
         path = run.out / "probe" / f"step_{number:06d}"
         path.parent.mkdir(exist_ok=True)
-        save_trace(f"{path}.npz", trace)
+        save_trace(f"{path}.json", trace)
         path.with_suffix(".txt").write_text(f"{title}\n{verdict.report}\n")
         print(f"{title}: {verdict.headline}")
         return {"probe": verdict.blamed}

@@ -17,7 +17,7 @@ from torch.nn import Module, ModuleList
 
 from engine_adapter import Engine, Sampling
 from rl import Policy
-from verify.own_noise import twice_as_precise
+from verify.parity import twice_as_precise
 
 HALVES = {  # by module of a layer
     "self_attn": "attention", "attn": "attention", "attention": "attention",

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.record_vllm import NEUTRAL
 from extras.shared.linear_layers import linear_layers, rounded
 from extras.shared.masks import MaskedSampling
 from probe import causes
@@ -23,7 +22,7 @@ from probe.causes import Cause
 from probe.replay import NEVER_FULL, Replay, Weights
 from probe.traces import Trace
 from rl import Policy
-from verify.own_noise import twice_as_precise
+from verify.parity import NEUTRAL, twice_as_precise
 
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
@@ -36,7 +35,7 @@ EDGE = 0.01  # share of the tokens that rounding may put on the other side of a 
 WRONG_TOKENS = 1 / 2  # of a wrong request: at a mask's edge one token may be far off
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
-OFF = NEUTRAL | {"top_k": 0}  # fields of a MaskedSampling; vLLM's word for no top-k is -1
+OFF = {name: value for name, value in NEUTRAL.items() if name != "temperature"} | {"top_k": 0}
 
 
 # ---------------------------------------------------------------------------------- the rule

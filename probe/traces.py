@@ -11,11 +11,10 @@ from typing import Any
 import numpy
 
 from engine_adapter import Rollout
-from examples.record_vllm import NEUTRAL, check_sampling, save
 from extras.shared.masks import MaskedSampling
 from report.errors import stage
+from verify.parity import NEUTRAL
 
-SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 VALUES = ("logprobs", "trainer_logprobs")  # columns of a group beside its tokens
 FORMAT = 1  # version of the trace format (docs/audit.md); a file without one is read as 1
 
@@ -37,18 +36,17 @@ class Trace:
     def dtype(self) -> str:
         return self.meta.get("dtype", "float32")
 
-    @property
-    def workload(self) -> tuple[list[list[int]], MaskedSampling]:
-        """What must be equal in two traces that are compared."""
-        return [rollout.prompt_ids for rollout in self.rollouts], self.sampling
-
 
 def save_trace(path: str, trace: Trace) -> None:
-    """Write an engine's trace as an npz file with one group; docs/audit.md has the layout."""
-    sampling = {name: getattr(trace.sampling, name) for name in ("temperature", *NEUTRAL)}
-    meta = {"format": FORMAT} | trace.meta | {"groups": {trace.name: sampling}}
-    columns = [(each.prompt_ids, each.token_ids, each.logprobs) for each in trace.rollouts]
-    save(path, meta, trace.name, *zip(*columns, strict=True))
+    """Write an engine's trace as JSON with one group; docs/audit.md has the layout."""
+    sampling = {name: getattr(trace.sampling, name) for name in NEUTRAL}
+    columns = {"tokens": "token_ids", "logprobs": "logprobs"}
+    group = {name: [getattr(each, of_rollout) for each in trace.rollouts]
+             for name, of_rollout in columns.items()}
+    record = {"meta": {"format": FORMAT} | trace.meta,
+              "prompt_ids": [each.prompt_ids for each in trace.rollouts],
+              "groups": {trace.name: {"sampling": sampling} | group}}
+    Path(path).write_text(json.dumps(record))
 
 
 def load_traces(path: str) -> list[Trace]:
@@ -88,10 +86,11 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
                for column in VALUES if column in group}
     rollouts = [Rollout(prompt, None, *response) for prompt, *response
                 in zip(prompts, tokens, columns["logprobs"], strict=True)]
-    # vLLM's word for no top-k is -1; the end of a response is not in a trace.
     given = group["sampling"]
-    check_sampling(given)
-    top_k = max(0, given.get("top_k", 0))
+    if others := given.keys() - NEUTRAL.keys():
+        raise ValueError(f"sampling must have no {', '.join(sorted(others))}")
+    top_k = max(0, given.get("top_k", 0))  # -1 is vLLM's word for none
+    # The end of a response is not in a trace.
     sampling = MaskedSampling(**given | {"top_k": top_k, "max_new_tokens": 1})
     return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))
 

@@ -38,7 +38,7 @@ from models import attention_for
 from rl import Policy, make_batch
 from verify import canary
 from verify.errors import WeightLoadError
-from verify.own_noise import twice_as_precise
+from verify.parity import twice_as_precise
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count
 # Of Lfm2 and DeepseekV3 queries have the shape (tokens, heads, head), which vLLM's CPU kernel for rotary angles cannot

@@ -21,7 +21,7 @@ FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("
 PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options}
-PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers", "place")}
+PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "layers")}
 OF_OTHERS = "logprobs-mode", "enable-prefix-caching", "algo.", "vllm.", "ds.", "deps"  # vLLM, OpenRLHF, pip
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -98,7 +98,7 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
             assert name != "lab.study" or options.print is None or (study.RECORDS / f"{options.study}.json").exists()
         elif name != "pytest":
             file = name.replace(".", "/") + ".py"
-            assert (ROOT / file).exists() or (ROOT / "examples" / file).exists(), command
+            assert (ROOT / file).exists() or (ROOT / "verify" / file).exists(), command
 
 
 @each_page
@@ -114,7 +114,7 @@ def test_each_file_and_module_of_ours_exists_or_is_in_the_commit_that_is_named_w
 def test_each_option_exists():
     """In a command or in the text: in the help of a program of ours, or in the source of one that needs vLLM."""
     helps = [tyro.extras.get_parser(kind).format_help() for kind in (*PROGRAMS.values(), *PROBE.values())]
-    files = ROOT / "grpo.py", *ROOT.glob("examples/*.py"), *ROOT.glob("examples/forks/*")
+    files = ROOT / "grpo.py", ROOT / "verify" / "parity.py", *ROOT.glob("examples/*.py"), *ROOT.glob("examples/forks/*")
     sources = [file.read_text().replace("_", "-") for file in files]
     known = set(re.findall(r"[a-z][\w.-]*", " ".join(helps + sources)))
     for page in PAGES:

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -15,7 +14,7 @@ from exercises import functions, mystery
 from exercises import test_functions as student
 from extras.sampling_mask import mask_outside
 from report import metrics
-from verify.settings import observed_head_dtype
+from verify.parity import dtype_of_values
 
 
 # ------------------------------------------------------------------------------------------------ the core's functions
@@ -58,11 +57,7 @@ def mismatch_figures(*policies):
 
 
 def audit_head(engine, asked):
-    head = torch.nn.Identity()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verify.canary.sample", lambda _: head(engine.logits()))
-        found = observed_head_dtype(SimpleNamespace(
-            dtype=torch.bfloat16, vllm_model=torch.nn.ModuleDict({"logits_processor": head})))  # fmt: skip
+    found = dtype_of_values(engine.logits(), torch.bfloat16)
     if asked not in (None, found):
         raise RuntimeError(f"{asked} was asked, {found} is in force")
     return found

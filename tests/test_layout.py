@@ -13,12 +13,12 @@ MAY_IMPORT = {
     "train": "engine_adapter extras models objectives report rl tasks verify",
     "extras": "engine_adapter models objectives report rl tasks verify",
     "examples": "engine_adapter extras models objectives report rl tasks verify",
-    "probe": "engine_adapter examples extras models objectives report rl tasks verify",
+    "probe": "engine_adapter extras models objectives report rl tasks verify",
     "lab": "engine_adapter exercises extras models objectives probe report rl tasks train verify",
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip
 # In addition, in a function.
-LATER = {"extras": "examples probe"}
+LATER = {"extras": "probe"}
 VLLM = {"grpo", "engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: --help does not wait for it
 ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"
 FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
@@ -26,7 +26,7 @@ FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted
 
 def imported(nodes: list[ast.AST]) -> set[str]:
     """The files and folders that these statements import."""
-    found = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    found = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     found += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return {module.split(".")[0] for module in found}
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from verify import canary
 from verify.errors import AuditError
 from verify.head import checked_logits
-from verify.own_noise import SIXTEEN, UNMEASURED, attempted, twice_as_precise
+from verify.own_noise import UNMEASURED, attempted
+from verify.parity import NEUTRAL, SIXTEEN, drawn_from, twice_as_precise
 
 
 def sampled(engine: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
@@ -36,9 +37,12 @@ def check(policy: Any, engine: Any, batch: Any, not_stated: Collection[str] = ()
     """
     sampling, response = batch.rollouts[0].sampling, batch.mask > 0  # (B, T)
 
-    def logprobs(logits: Tensor) -> Tensor:  # (B, T, V) -> (N,)
-        shaped = sampling.shaped(logits[response].float())  # (N, V)
-        return shaped.log_softmax(dim=-1).gather(-1, batch.targets[response, None])[:, 0]
+    stated = {name: getattr(sampling, name, off) for name, off in NEUTRAL.items()}
+    targets = batch.targets[response]  # (N,)
+
+    def logprobs(logits: Tensor) -> Tensor:  # (B, T, V) -> (N,); no run has penalties
+        drawn = drawn_from(logits[response].float(), targets[:0], targets, **stated)
+        return drawn.gather(-1, targets[:, None])[:, 0]
 
     def in_float32() -> Tensor:
         with twice_as_precise(policy.model):

@@ -1,17 +1,16 @@
-"""The trainer's own noise, and the canary's limit in 16 bits from it. It imports nothing of ours.
+"""The trainer's own noise, and the canary's limit in 16 bits from it.
 
 The noise is the distance of the trainer's values from those in twice its precision.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+
+from verify.parity import twice_as_precise
 
 # Measured with 60 classes on 72 tokens: right engines differ from the trainer by 0.5 to 1.7 times
 # the noise (1 of 250 by 2.1), HRM-Text by 2.2 to 11, Cohere 2 beyond its window by 10 to 20. On 12
@@ -20,44 +19,6 @@ TIMES, TIMES_LATER = 2.0, 4.0  # of the noise: at the first load, which finds wr
 TOKENS, MOST_TOKENS = 72, 288  # to compare at the first load; before a load is refused
 RESPONSE = 9  # new tokens of a further canary; a long prompt costs more than they do
 UNMEASURED = 0.15  # nats, more than bf16 rounds
-SIXTEEN = torch.bfloat16, torch.float16
-DATA = Tensor.data.__get__, Tensor.data.__set__
-
-
-class Widened(TorchFunctionMode):
-    """Each function of torch gets narrower floats as wide ones: no second model is in memory."""
-
-    def __init__(self, wide: torch.dtype):
-        super().__init__()
-        self.wide = wide
-        self.narrow = {torch.float32: SIXTEEN, torch.float64: (torch.float32, *SIXTEEN)}[wide]
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        def widened(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(self.wide) if value.dtype in self.narrow else value
-            return self.wide if value in self.narrow else value
-
-        if function in DATA:  # `Policy.using` swaps the tensors of parameters
-            return function(*args)
-        return function(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
-
-
-def wide_dtype(model: Any) -> torch.dtype:
-    """Of twice the model's precision."""
-    return torch.float64 if model.dtype == torch.float32 else torch.float32
-
-
-@contextmanager
-def twice_as_precise(model: Any) -> Iterator[None]:
-    """Experts run eagerly: torch has no grouped float64 product."""
-    usual = model.get_experts_implementation()
-    model.set_experts_implementation("eager")
-    try:
-        with Widened(wide_dtype(model)):
-            yield
-    finally:
-        model.set_experts_implementation(usual)
 
 
 def attempted(compute: Callable[[], Tensor]) -> Tensor | None:

@@ -1,9 +1,13 @@
 """The proof of a load: which tensors in vLLM differ from what was sent?
 
-Bit for bit, in the dtype that the engine computes with. One file for any trainer that shares a
-process with vLLM (examples/prove_remote.py: another one); it imports torch and vllm only:
+Bit for bit, in the dtype that the engine computes with. One file for any trainer beside vLLM; it
+imports torch and vllm only:
 
     print(proof.differing(llm, model.state_dict()))  # after the load
+
+An engine in another process, such as the default LLM, is reached through its worker: LLM(...,
+worker_extension_cls="proof.Worker"). The weights go there through a file (TMPDIR=/dev/shm: in
+memory), and names come back.
 
 The weights go by the names of the checkpoint, and vLLM's own renaming leads to its tensors. The
 `state_dict` of a mixture in transformers 5 has all experts in one tensor; each expert is compared.
@@ -12,9 +16,9 @@ other names in memory than in its checkpoint, transformers' `revert_weight_conve
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -70,25 +74,31 @@ def renaming(model: Any) -> Callable[[str], str | None]:
     return replace(mapper, orig_to_new_stacked={})._map_name if mapper else str
 
 
-@contextmanager
-def live_model(engine: Any) -> Iterator[Any]:
-    """The module of a worker, or of an LLM or LLMEngine in this process; packed layers can be
-    applied.
-    """
-    from vllm.config import set_current_vllm_config
+class OutOfReach(RuntimeError):
+    """The engine's tensors cannot be seen from here."""
 
-    worker = engine
-    if not hasattr(engine, "get_model"):
-        client = getattr(engine, "llm_engine", engine).engine_core
-        if not hasattr(client, "engine_core"):
-            raise RuntimeError("the engine runs in another process; set"
-                               " VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, or take"
-                               " prove_remote.py")
-        worker = client.engine_core.model_executor.driver_worker.worker
-    if worker.vllm_config.parallel_config.world_size_across_dp > 1:
-        raise ValueError("the proof compares whole tensors, so the engine must have one worker")
-    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        yield worker.get_model()
+
+def is_here(llm: Any) -> bool:
+    """Whether the engine of an LLM runs in this process."""
+    core = getattr(llm.llm_engine, "engine_core", None)  # V0 has none
+    return core is None or hasattr(core, "engine_core")
+
+
+def in_worker(llm: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(worker, *arguments)` in the one worker of an LLM. Raises: OutOfReach."""
+    config = llm.llm_engine.vllm_config.parallel_config
+    if config.world_size * getattr(config, "data_parallel_size", 1) > 1:
+        raise OutOfReach("each of the engine's workers has a part of the tensors")
+    by_name = config.worker_extension_cls.endswith(".Worker") and not is_here(llm)
+    try:
+        (answer,) = llm.collective_rpc(function.__name__ if by_name else function, args=arguments)
+    except Exception as error:
+        if is_here(llm):
+            raise
+        raise OutOfReach("the engine runs in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0"
+                         " before vllm is imported, or LLM(...,"
+                         f' worker_extension_cls="parity.Worker") ({error!r:.200})') from error
+    return answer
 
 
 def differing(
@@ -96,15 +106,42 @@ def differing(
 ) -> Report:
     """Compare what vLLM's modules (all, or those of the slice) hold with what was sent.
 
-    Each sent tensor is read only while it is compared. Raises: ValueError if no name is the
-    engine's; RuntimeError if the engine runs in another process.
+    `engine`: an LLM, or a worker. Each sent tensor is read only while it is compared. Raises:
+    ValueError if no name is the engine's; OutOfReach.
     """
+    if hasattr(engine, "get_model"):
+        return differing_in(engine, weights, modules)
+    if is_here(engine):
+        return in_worker(engine, differing_in, weights, modules)
+    with NamedTemporaryFile() as file:
+        torch.save(dict(weights), file.name)
+        return Report(*in_worker(engine, differing_from, file.name))
+
+
+def differing_from(worker: Any, path: str) -> list[list[str]]:
+    """A worker's Report for the weights in a file of `torch.save`."""
+    return [*differing_in(worker, torch.load(path, "cpu", mmap=True))]
+
+
+class Worker:
+    """What LLM(..., worker_extension_cls="proof.Worker") adds to vLLM's worker."""
+
+    differing_from = differing_from
+
+
+def differing_in(
+    worker: Any, weights: Mapping[str, Tensor], modules: slice = slice(None)
+) -> Report:
+    """As `differing`, in a worker."""
+    from vllm.config import set_current_vllm_config
+
     differ: list[str] = []  # the checkpoint's names
     compared: set[str] = set()  # the checkpoint's names, too
     names_of: dict[Any, str] = {}  # vLLM's names, by storage
     storages_given, modules_done = set(), set()
-    with live_model(engine) as model:
-        sent = Sent(weights, renaming(model))
+    model = worker.get_model()
+    sent = Sent(weights, renaming(model))
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():  # to apply packed layers
         # A module that stands in two places is known to the checkpoint by one of them.
         for path, module in [*model.named_modules(remove_duplicate=False)][modules]:
             names_of |= {storage(module, kind): f"{path}.{kind}"
@@ -122,8 +159,6 @@ def differing(
         raise ValueError(f"the engine has none of the names that were sent: {[*weights][:3]} ...")
     not_given = sorted(names_of[tensor] for tensor in names_of.keys() - storages_given)
     return Report(list(dict.fromkeys(differ)), sorted(weights.keys() - compared), not_given)
-
-
 def storage(module: Any, parameter: str) -> tuple[int, Any]:
     """Equal for two names of one tensor; a layer that packs its weight has a copy of its own."""
     tensor = getattr(module, parameter)

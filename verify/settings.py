@@ -6,55 +6,22 @@ Each argument that `engine_adapter` or an option asks for has its reader here, b
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from verify import canary
 from verify.errors import AuditError
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def observed_head_dtype(engine: Any) -> str:
-    """The dtype in which the head's product is really computed, read from its logits.
-
-    A 16-bit product that is cast to fp32 afterwards is still recognised, because its values do not
-    change in 16 bits (unless the model scales or caps its logits after the cast).
-    """
-    candidates = sorted((torch.bfloat16, torch.float16), key=lambda dtype: dtype != engine.dtype)
-    seen: set[str] = set()
-
-    def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
-        equal = [dtype for dtype in candidates  # the engine's own first
-                 if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-        seen.add(dtype_name(equal[0] if equal else logits.dtype))
-
-    heads = [module for name, module in engine.vllm_model.named_modules()
-             if name.endswith("logits_processor")]
-    hooks = [head.register_forward_hook(look) for head in heads]
-    try:
-        canary.sample(engine)  # any weights will do: only the arithmetic is observed
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if len(seen) != 1:
-        raise AuditError(f"{type(engine.vllm_model).__name__}'s head was seen in {sorted(seen)}")
-    return seen.pop()
-
+from verify.parity import head_dtype, name_of
 
 READERS = {
     "logprobs_mode": lambda engine: engine.runner.sampler.logprobs_mode,
     "enable_prefix_caching": lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching,
     "async_scheduling": lambda engine: "Async" in type(engine.core.scheduler).__name__
     and engine.core.batch_queue is not None,
-    "head_dtype": observed_head_dtype,
+    "head_dtype": lambda engine: head_dtype(engine.core.model_executor.driver_worker.worker),
     "max_logprobs": lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
     "generation_config": lambda engine: engine.llm.vllm_config.model_config.generation_config,
     # Model runner V1 of 0.32 has no cascade attention.
     "disable_cascade_attn": lambda engine:
         not getattr(engine.runner, "cascade_attn_enabled", False),
-    "model_dtype": lambda engine: dtype_name(next(engine.vllm_model.parameters()).dtype),
+    "model_dtype": lambda engine: name_of(next(engine.vllm_model.parameters()).dtype),
     "cudagraph_mode": lambda engine:
         engine.llm.vllm_config.compilation_config.cudagraph_mode.name,
 }  # fmt: skip
@@ -69,7 +36,7 @@ def audit(engine: Any) -> dict[str, Any]:
 
     Raises: AuditError that names each setting that is not as wanted, and each that has no reader.
     """
-    config, own_dtype = engine.llm.vllm_config, dtype_name(engine.dtype)
+    config, own_dtype = engine.llm.vllm_config, name_of(engine.dtype)
     model = config.model_config
     layers = [module for module in engine.vllm_model.modules() if hasattr(module, "impl")]
     wanted = {"cudagraph_mode": "NONE", "model_dtype": own_dtype}
@@ -108,7 +75,7 @@ def of_trainer(policy: Any) -> dict[str, str | float]:
         "attention": policy.model.config._attn_implementation,
         "body": policy.body.__name__,
         "engine_gets": policy.send.name,
-        "model_dtype": dtype_name(policy.model.dtype),
-        "head_dtype": dtype_name(policy.head.dtype),
+        "model_dtype": name_of(policy.model.dtype),
+        "head_dtype": name_of(policy.head.dtype),
         "temperature": policy.head.temperature,
     }

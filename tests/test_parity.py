@@ -1,0 +1,337 @@
+"""The check beside a stranger's program: planted faults, clean engines, and that it leaves nothing behind."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import cycle
+
+import pytest
+import torch
+from helpers import (
+    ROOT,
+    TINY,
+    close_live_engine,
+    exit_status,
+    policy_in,
+    python,
+    qwen2,
+    run_script,
+    small_model,
+    stored,
+)
+from transformers import AutoModelForCausalLM
+
+from probe.__main__ import main as probe
+from verify import parity, proof
+from verify.parity import Sampled, check, hypotheses, sampling_of
+from verify.start import prepare_environment
+
+SMALL = dict(enforce_eager=True, max_model_len=128, block_size=32, kv_cache_memory_bytes=2**26,
+             skip_tokenizer_init=True)  # fmt: skip
+FIXED = dict(logprobs_mode="processed_logprobs", enable_prefix_caching=False, async_scheduling=False,
+             hf_overrides={"head_dtype": "float32"})  # fmt: skip
+Q, K, V, OUT, DOWN, UP = (f"model.layers.1.{name}.weight" for name in (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj",
+    "mlp.up_proj"))  # fmt: skip
+
+
+class Stack:
+    """What a handwritten trainer has: an engine, the model, and a load, into which `plant` puts a fault."""
+
+    def __init__(self, folder: str, dtype: str, **arguments):
+        from vllm import LLM
+
+        self.llm = LLM(folder, dtype=dtype, **SMALL | arguments)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self.plant = self.after = lambda *_: None
+
+    def sync(self) -> None:
+        weights = dict(self.model.state_dict())
+        self.plant(weights)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        self.after(self.llm)
+
+    def verdicts(self, **options) -> dict[str, str]:
+        return {line.name: line.verdict for line in check(self.llm, self.model, **options)}
+
+    def trainer(self, temperature: float = 0.7, top_k: int | None = None, place: int = -1):
+        """A trainer's log-probabilities. Every argument has a wrong value."""
+
+        def logprobs(prompt: list[int], response: list[int]) -> list[float]:
+            logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) + place:].float()
+            logits = logits[: len(response)] / temperature
+            smallest = logits.topk(top_k or logits.shape[-1]).values[:, -1:]
+            logits = logits.masked_fill(logits < smallest, -torch.inf)
+            return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+        return logprobs
+
+
+@contextmanager
+def stack(folder: str, dtype: str = "float32", **arguments) -> Iterator[Stack]:
+    close_live_engine()
+    prepare_environment()
+    made = Stack(str(folder), dtype, **arguments)
+    yield made
+    made.llm.llm_engine.engine_core.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ verdicts
+@pytest.mark.parametrize("file, group, expected", [
+    ("v0_0.8.5_fp32", group, "processed") for group in ("t0.7", "t0.7_k20", "t0.7_p0.9", "t0.7_pen")] + [
+    ("v0_0.8.5_bf16", "t0.7", "processed"), ("v1_0.18.1_fp32_default", "t0.7", "raw"),
+    ("v1_0.18.1_fp32_default", "t0.7_pen", "raw"), ("v1_0.32.0_bf16_default", "t0.7", "raw"),
+    ("v1_0.18.1_fp32_fixes", "t0.7_k20", "processed"), ("v1_0.32.0_bf16_fixes", "t0.7", "processed")])  # fmt: skip
+@torch.no_grad()
+def test_the_values_of_three_versions_of_vllm_are_recognised(file, group, expected):
+    trace = stored(file)[group]
+    given = sampling_of({name: getattr(trace.sampling, name) for name in parity.NEUTRAL})
+    rollouts, dtype = trace.rollouts[:16], getattr(torch, trace.dtype)
+    reported = [value for rollout in rollouts for value in rollout.logprobs]
+    rows = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
+    sampled = Sampled(policy_in(TINY, dtype).model, given, dtype, rows, reported)
+    found, is_sure, _ = sampled.judged(sampled.reported, hypotheses(given))
+    assert (found, is_sure) == (expected, True)
+    assert sampled.times_noise(found, "16 bits") < parity.NOISE
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("family", ["Qwen2", "Llama"])
+def test_each_planted_fault_is_hit_and_nothing_else(tmp_path, family, fixed, dtype):
+    usual = set() if fixed else {"semantics", "head"} if dtype == "bfloat16" else {"semantics"}
+    masked = {"sampling": {"temperature": 0.7, "top_k": 4}}
+    folder = TINY
+    if family != "Qwen2":
+        folder = tmp_path
+        small_model(family).save_pretrained(folder)
+    with stack(folder, dtype, **FIXED if fixed else {}) as own:
+        def hits(wanted, plant=None, **options):
+            own.plant = plant or (lambda weights: None)
+            verdicts = own.verdicts(**options)
+            own.plant = lambda weights: None
+            found = {name for name, verdict in verdicts.items() if verdict == "hit"}
+            if family == "Llama" and "head" in usual:  # its layers round nearly as much
+                found |= {"head"}
+            # A wrong load shows in these, too, as far as rounding lets it.
+            assert found - ({"numerics", "cache"} if "loads" in wanted else set()) == usual | set(wanted), verdicts
+
+        stale = [] if fixed else ["cache"]
+        hits(stale, sync=own.sync, trainer=own.trainer())
+        hits([])
+        hits(["loads"], lambda weights: weights.pop(UP), sync=own.sync)
+        own.sync()
+        hits(["loads"], lambda weights: weights.update({K: weights[V], V: weights[K]}), sync=own.sync)
+        own.sync()
+        with torch.no_grad():
+            own.model.get_parameter(Q)[3, 5] *= 1.01  # the engine's is stale
+        hits(["loads"])
+        own.sync()
+        own.after = lambda llm: llm.reset_prefix_cache()
+        hits([], sync=own.sync)
+        for wrong in ({"temperature": 1.0}, {"place": 0}):
+            hits(["trainer"], trainer=own.trainer(**wrong))
+        hits([], trainer=own.trainer(top_k=4), **masked)
+        for wrong in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4}):
+            hits(["trainer"], trainer=own.trainer(**wrong), **masked)
+        hits([], sampling={"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.3})
+
+
+@pytest.mark.engine
+def test_what_generation_config_and_a_load_do_to_requests_is_said(tmp_path):
+    qwen2().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 3}))
+    with stack(tmp_path, **FIXED) as own:
+        lines = {line.name: line for line in check(own.llm, own.model, own.sync, requests=True)}
+        assert (lines["defaults"].verdict, lines["requests"].verdict) == ("cannot tell", "ok")
+        assert "'top_k': 3" in lines["defaults"].text
+        assert float(re.search(r"kept; (\S+) from", lines["requests"].text)[1]) > 1e-3  # with their old KV cache
+        assert own.verdicts(sampling={"temperature": 0.7})["defaults"] == "ok"
+        assert own.verdicts(sampling=own.llm.get_default_sampling_params())["defaults"] == "ok"
+        own.after = lambda llm: llm.llm_engine.abort_request([f"parity-{number}" for number in range(4)])
+        assert own.verdicts(sync=own.sync, requests=True)["requests"] == "hit"
+
+
+# ------------------------------------------------------------------------------------------------ no trace
+@pytest.mark.engine
+def test_a_check_changes_no_bit_of_what_comes_after(tmp_path):
+    """Weights, gradients, random states, samples without a seed, and dropout."""
+    answers = []
+    for checks in (False, True):
+        with stack(TINY, **FIXED) as own:
+            from vllm import SamplingParams
+
+            free = SamplingParams(temperature=1.0, max_tokens=16, logprobs=0, ignore_eos=True)
+
+            def sampled(llm=own.llm, free=free):
+                done = llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 4, free, use_tqdm=False)
+                return [(each.outputs[0].token_ids, each.outputs[0].cumulative_logprob) for each in done]
+
+            torch.manual_seed(3)
+            own.model.train()
+            own.sync()
+            first = sampled()
+            own.model(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+            if checks:
+                assert check(own.llm, own.model, own.sync, trainer=own.trainer(), requests=True).status == 0
+            held = own.llm.apply_model(lambda model: [tensor.clone() for tensor in model.state_dict().values()])[0]
+            answers.append((first, sampled(), torch.rand(3).tolist(), own.model.training, [
+                tensor.tolist() for each in own.model.parameters() for tensor in (each, each.grad)],
+                [tensor.tolist() for tensor in held]))  # fmt: skip
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.engine
+def test_an_engine_that_cannot_be_checked_now_is_refused_in_a_sentence(tmp_path):
+    with stack(TINY, enable_sleep_mode=False) as own:
+        from vllm import SamplingParams
+
+        own.llm.llm_engine.add_request("0", {"prompt_token_ids": [5]}, SamplingParams(max_tokens=4))
+        with pytest.raises(ValueError, match="must have no unfinished request"):
+            check(own.llm, own.model)
+        while own.llm.llm_engine.has_unfinished_requests():
+            own.llm.llm_engine.step()
+        for wrong in ({"temperature": 0}, {"seed": 1}):
+            with pytest.raises(ValueError, match="sampling must have some of temperature, top_k"):
+                check(own.llm, own.model, sampling=wrong)
+        with pytest.raises(ValueError, match="a number for each token"):
+            check(own.llm, own.model, trainer=lambda prompt, response: [0.0])
+        own.model.get_parameter(UP).data += 1
+        lines = {line.name: line for line in check(own.llm, own.model, own.sync)}  # the engine is not moved
+        assert lines["loads"].text == f"wrong: {UP} (1)"
+        assert lines["cache"].verdict == "cannot tell"
+
+
+@pytest.mark.engine
+@pytest.mark.own_process
+def test_an_engine_in_another_process_is_reached_through_its_worker(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "verify"), prepend=os.pathsep)
+    sys.path.insert(0, str(ROOT / "verify"))  # a stranger has both files beside his own
+    import parity
+    from vllm import LLM
+
+    model = qwen2(tied=True)
+    model.save_pretrained(tmp_path)
+    for extension, reached in (("", False), ("parity.Worker", True)):
+        llm = LLM(str(tmp_path), **SMALL | FIXED, worker_extension_cls=extension)
+        assert not hasattr(llm.llm_engine, "model_executor")  # it is in a child process
+        lines = {line.name: line for line in parity.check(llm, model)}
+        assert lines["semantics"].verdict == lines["numerics"].verdict == "ok"
+        assert lines["head"].verdict == lines["loads"].verdict == ("ok" if reached else "cannot tell")
+        assert reached or "VLLM_ENABLE_V1_MULTIPROCESSING=0" in lines["loads"].text
+        if reached:
+            lone = dict(model.named_parameters())  # the tied head has a copy on a CPU
+            assert parity.proof.differing(llm, lone) == ([], [], ["lm_head.weight"])
+            model.get_parameter(UP).data.view(torch.int32)[3, 5] ^= 2**16
+            assert parity.proof.differing(llm, model.state_dict()) == ([UP], [], [])
+        llm.llm_engine.engine_core.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ the command
+@pytest.mark.engine
+def test_the_command_says_it_without_a_trainer_and_writes_a_trace(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "verify")
+    arguments = SMALL | {"dtype": "float32"}
+    words = ["verify/parity.py", "--model", TINY]
+    written = "--trace", tmp_path / "trace.json", "--json", tmp_path / "lines.json"
+    with pytest.raises(SystemExit) as ended:
+        run_script(*words, *written, "--engine-args", json.dumps(arguments))
+    lines = {line["name"]: line for line in json.loads((tmp_path / "lines.json").read_text())}
+    assert ended.value.code == 1
+    assert {name for name, line in lines.items() if line["verdict"] == "hit"} == {"semantics", "cache"}
+    assert lines["semantics"]["figures"]["raw"] < 1e-5 < 0.1 < lines["semantics"]["figures"]["processed"]
+    assert exit_status(probe, ["diagnose", "--model", TINY, str(tmp_path / "trace.json")]) == 1
+    assert "raw log-probabilities" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        run_script(*words, "--engine-args", json.dumps(arguments | FIXED))
+    assert ended.value.code == 0
+    assert "hit " not in capsys.readouterr().out
+
+
+def test_the_command_refuses_bad_input_in_a_sentence(tmp_path):
+    done = python("verify/parity.py", "--model", tmp_path, "--sampling", '{"min_tokens": 4}', status=2)
+    assert done.stderr.splitlines()[-1].startswith("parity.py: error: ")
+
+
+# ------------------------------------------------------------------------------------------------ loads of others
+def one_bit(weights: dict[str, torch.Tensor]) -> None:
+    rounded = weights[UP].bfloat16()
+    rounded.view(torch.int16)[3, 5] ^= 1
+    weights[UP] = rounded.float()
+
+
+FAULTS = {  # of a sync, and what the proof names
+    "none": (lambda weights: None, []),
+    "k and v exchanged": (lambda weights: weights.update({K: weights[V], V: weights[K]}), [K, V]),
+    "one tensor skipped": (lambda weights: weights.pop(DOWN), [DOWN]),
+    "one tensor times 1.001": (lambda weights: weights[OUT].mul_(1.001), [OUT]),
+    "one bit": (one_bit, [UP]),
+    "a tied head without its name": (lambda weights: weights.pop("lm_head.weight"), ["lm_head.weight"]),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.own_process
+@pytest.mark.skipif(not find_spec("trl"), reason="needs pip install trl==1.16.0")
+def test_each_fault_of_trls_sync_is_named(good, tmp_path, monkeypatch):
+    """Prints what TRL's own metric says. TRL's sync is repaired, because vLLM's CPU build refuses it."""
+    prepare_environment()
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    settings = GRPOConfig(
+        str(tmp_path), use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.1, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, per_device_train_batch_size=64, max_completion_length=16, learning_rate=1e-3,
+        max_steps=3 * len(FAULTS), logging_steps=1, save_strategy="no", report_to="none")  # fmt: skip
+    folder = str(good / "model")
+    trainer = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), args=settings,
+        reward_funcs=lambda completions, **_: [float(len({*text})) for text in completions],
+        train_dataset=Dataset.from_dict({"prompt": [f"{number}+{number}=" for number in range(100, 999)]}),
+        processing_class=AutoTokenizer.from_pretrained(folder))  # fmt: skip
+    generation, faults, reports = trainer.vllm_generation, cycle(FAULTS.values()), []
+
+    def sync():
+        weights = {name: tensor.clone() for name, tensor in generation._iter_named_params()}
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        plant, _ = next(faults)
+        plant(weights)
+        generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        generation.llm.reset_prefix_cache()
+
+    def sync_and_prove():
+        sync()
+        reports.append(proof.differing(generation.llm, generation.model.state_dict()))
+
+    generation.sync_weights = sync_and_prove
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "reward" in row]
+    for name, report, row in zip(cycle(FAULTS), reports, steps, strict=False):
+        print(name, row["sampling/sampling_logp_difference/mean"], row["sampling/sampling_logp_difference/max"])
+        assert sorted(report.differing) == sorted(FAULTS[name][1])
+        assert report.not_compared == report.not_given == []
+    assert len(reports) == len(steps) == 3 * len(FAULTS)
+
+
+@pytest.mark.engine
+def test_the_faults_of_vllms_reload_are_those_of_the_page(tmp_path, capfd):
+    """A stale head, and memory that nothing has written."""
+    prepare_environment()
+    page = (ROOT / "docs" / "audit.md").read_text()
+    code = re.search(r"```python\n(# VLLM_ENABLE_V1_MULTI.*?)```", page, re.DOTALL)[1]
+    (tmp_path / "reload_faults.py").write_text(code)
+    for seed in (0, 1):
+        qwen2(tied=True, seed=seed).save_pretrained(tmp_path / str(seed))
+    run_script(str(tmp_path / "reload_faults.py"), tmp_path / "0", tmp_path / "1")
+    printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Report")]
+    assert printed == [f"Report(differing=['{name}'], not_compared=[], not_given=[])"
+                       for name in ("lm_head.weight", "model.layers.0.mlp.gate_proj.weight")]

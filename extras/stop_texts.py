@@ -1,9 +1,8 @@
 """`--stop`: a response ends with the token that completes one of these texts.
 
 For base models, which go on after their answer. vLLM checks stop strings where it decodes tokens,
-which this program leaves out, so the check is here: 0.3 to 1.5 us a token (SmolLM2's tokenizer, one
-core). The reward gets the text before the stop text, and the loss all tokens, because they are what
-was sampled.
+which this program leaves out, so the check is here. The reward gets the text before the stop text,
+and the loss all tokens, because they are what was sampled.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +10,6 @@ from functools import partial
 from typing import Any
 
 import tyro
-
-from report.errors import MANY
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ def check_task(run: Any, options: Options) -> Any:
 class StopTexts:
     """Whether the last token of a rollout completes one of the texts.
 
-    Only the last few tokens are decoded, and only if the last token's own text contains the last
-    character of a stop text: this saves time.
+    A rollout is decoded only if its last token's own text contains the last character of a stop
+    text: this saves time.
 
     Raises: ValueError for a text that no token can complete.
     """
@@ -65,22 +62,11 @@ class StopTexts:
                 raise ValueError(f"stop must be a text of the tokenizer, which has no {text[-1]!r},"
                                  f" got {text!r}")
             self.completing |= completing
-        # A token has at least a byte. Four more, because the first character may be cut off.
-        self.window = 4 + max(len(text.encode()) for text in texts)
-        if "" in pairs:  # tokens without text: any number of them may be in a stop text
-            self.window = MANY
 
     def __call__(self, rollout: Any) -> bool:
-        ids = rollout.token_ids
-        if ids[-1] not in self.completing:
+        if rollout.token_ids[-1] not in self.completing:
             return False
-        # A run of tokens that are bytes has no text at all if it begins inside a character.
-        starts = {max(0, len(ids) - self.window - more) for more in range(4)}
-        # Beside bytes that are no character the whole has another text than its end.
-        return any(self.has_stop(ids[start:]) for start in starts) and self.has_stop(ids)
-
-    def has_stop(self, ids: list[int]) -> bool:
-        text = self.tokenizer.decode(ids)
+        text = self.tokenizer.decode(rollout.token_ids)
         return any(stop in text for stop in self.texts)
 
 

@@ -34,7 +34,7 @@ class Options:
     # eval_task too.
     reward: str | None = None
     reward_workers: int = 1  # Processes that compute rewards at the same time.
-    # Seconds for one call of a task file's function, its import, math-verify, or a chat template.
+    # Seconds for one call of a task file's function, its import, or math-verify.
     reward_limit_s: float = 10.0
     # If a reward raises, hangs, or is no finite number, dictionary of these or None: stop the run,
     # or leave the response out of the loss and of its group's baseline.
@@ -44,6 +44,8 @@ class Options:
 
     def __post_init__(self):
         printable(self, "eval_task", "question_column", "answer_column", "reward", "cache_dir")
+        if self.system_prompt == "":
+            raise ValueError("system_prompt must not be empty, leave it out")
         within(self, 1, MANY, "max_prompt_tokens")
         within(self, 1, 1024, "reward_workers")
         try:

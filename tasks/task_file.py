@@ -27,29 +27,28 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 PROGRAM = "import sys; sys.path = sys.argv[2:]; from tasks.task_file import serve; serve()"
-# The fields that a reward can read. Their classes stay here, because they would import torch.
-PROBLEM = ("question", "answer", "source", "row")
+# What a reward can read of a rollout, whose class would import torch.
 ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")
 
 
 class TaskFile:
     """The functions of a user's file. A call that fails, or takes longer than `limit_s` seconds, is
-    a ValueError. `text` is the file's; a process that is started again runs the same text.
-    `beside` has the texts of the modules in its folder that it imports; they must stay the same.
+    a ValueError. `files` are the bytes of the file and of the modules in its folder that it
+    imports, by their paths; a process that is started again runs the same text, and the modules
+    must stay the same.
 
     `num_processes` compute rewards at the same time.
     """
 
     def __init__(self, path: str, seed: int, limit_s: float, num_processes: int = 1):
-        self.path, self.seed, self.limit_s = path, seed, limit_s
-        self.text = self.beside = None
+        self.path, self.seed, self.limit_s, self.files = path, seed, limit_s, None
         self.processes = [Process(self) for _ in range(num_processes)]
         self.idle = LifoQueue()  # one call at a time: one process, and so one random state
         for process in self.processes:
             self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
-        self.text, self.beside, self.whole_groups, self.takes_rollout = self._call(
-            f"the import of {path}", "about")
+        self.files, self.whole_groups, takes_rollout = self._call(f"the import of {path}", "about")
+        self.read = ROLLOUT if takes_rollout else ()
 
     def problems(self) -> list[Any] | None:
         """Those that it lists; None if it draws them."""
@@ -68,13 +67,14 @@ class TaskFile:
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
         """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""
-        calls, names = [], ROLLOUT if self.takes_rollout else ()
+        calls = []
         for problem, texts, rollouts in groups:
             size = len(texts) if self.whole_groups else 1
             for start in range(0, len(texts), size):
                 members = slice(start, start + size)
-                calls.append(("grade", fields(problem, PROBLEM), texts[members],
-                              [fields(rollout, names) for rollout in rollouts[members]]))
+                named = [{name: getattr(rollout, name, None) for name in self.read}
+                         for rollout in rollouts[members]]
+                calls.append(("grade", problem, texts[members], named))
         rewards = []
         for call, result in zip(calls, self._call_all("the reward", calls), strict=True):
             # An error is of all responses of the call.
@@ -108,10 +108,6 @@ class TaskFile:
             raise
 
 
-def fields(source: Any, names: Sequence[str]) -> SimpleNamespace:
-    return SimpleNamespace(**{name: getattr(source, name, None) for name in names})
-
-
 class Process:
     """A process that runs the functions of a TaskFile, one call at a time."""
 
@@ -123,8 +119,7 @@ class Process:
         """The result. Raises: ValueError that says why `what` has failed."""
         if self.child is None or self.child.poll() is not None:
             self._start()
-            file = self.file
-            self._ask(what, "load", file.path, file.seed, file.text, file.beside)
+            self._ask(what, "load", self.file.path, self.file.seed, self.file.files)
         return self._ask(what, name, *arguments)
 
     def _start(self) -> None:
@@ -181,21 +176,17 @@ def serve() -> None:
                 answer = pickle.dumps((None, error))
             if os.getpid() != process:  # a child that the user's code forked and did not end
                 os._exit(0)
-            signal.alarm(0)  # one that the user's code set and did not clear
             connection.sendall(answer)
 
 
 class Functions:
     """What the run calls."""
 
-    def load(
-        self, path: str, seed: int, text: bytes | None, beside: dict[str, bytes] | None
-    ) -> None:
-        """Import the file. `text`, `beside`: what the first process has read, for one that is
-        started again.
+    def load(self, path: str, seed: int, files: dict[str, bytes] | None) -> None:
+        """Import the file. `files`: what the first process has read, for one that is started again.
         """
-        self.text = Path(path).read_bytes() if text is None else text
         source = Path(path).resolve()  # a process that this one starts imports it by this name
+        self.files = {str(source): files[str(source)] if files else source.read_bytes()}
         name = source.stem
         if name in sys.modules:
             raise ImportError("a task file must not have the name of a loaded module, got"
@@ -206,21 +197,19 @@ class Functions:
         sys.modules[name] = self.module  # dataclasses need it there
         before, folder = {*sys.modules}, source.parent
         sys.path.insert(0, str(folder))
-        exec(compile(self.text, path, "exec"), vars(self.module))
+        exec(compile(self.files[str(source)], path, "exec"), vars(self.module))
         imported = [sys.modules[name] for name in sys.modules.keys() - before]
-        files = [Path(getattr(module, "__file__", None) or "").resolve() for module in imported]
-        self.beside = {str(file): file.read_bytes() for file in files if file.suffix == ".py"
+        beside = [Path(getattr(module, "__file__", None) or "").resolve() for module in imported]
+        self.files |= {str(file): file.read_bytes() for file in beside if file.suffix == ".py"
                        and file.is_relative_to(folder) and "site-packages" not in file.parts}
-        if beside is not None and beside != self.beside:
+        if files not in (None, self.files):
             raise ImportError("what it imports from its folder must stay the same in a run")
         self.reward_name = self._only("reward", "rewards")
         self._check_reward()
 
-    def about(self) -> tuple[bytes, dict[str, bytes], bool, bool]:
-        """The file's text and those of modules beside it, whether it rewards whole groups, whether
-        its reward takes the rollout.
-        """
-        return self.text, self.beside, self.reward_name == "rewards", bool(self.named)
+    def about(self) -> tuple[dict[str, bytes], bool, bool]:
+        """Its files, whether it rewards whole groups, whether its reward takes the rollout."""
+        return self.files, self.reward_name == "rewards", bool(self.named)
 
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""
@@ -234,10 +223,8 @@ class Functions:
 
     def _check_reward(self) -> None:
         """Raises: TypeError if it is no reward. `named`: whether it takes the rollout, by name."""
-        name, function = self.reward_name, getattr(self.module, self.reward_name)
-        if inspect.iscoroutinefunction(function):
-            raise TypeError(f"{name} must be a plain function, it is a coroutine (async def)")
-        signature = inspect.signature(function)
+        name = self.reward_name
+        signature = inspect.signature(getattr(self.module, name))
         self.named = [*signature.parameters.keys() & {"rollout", "rollouts"}]
         try:
             signature.bind("problem", "response", **dict.fromkeys(self.named))
@@ -254,9 +241,10 @@ class Functions:
         problems = self.module.problems
         return list(problems() if callable(problems) else problems)
 
-    def grade(self, problem: Any, texts: list[str], rollouts: list[Any]) -> list[Any]:
-        """The rewards; `reward` gets one text a call."""
+    def grade(self, problem: Any, texts: list[str], read: list[dict[str, Any]]) -> list[Any]:
+        """The rewards; `reward` gets one text a call. `read`: what it can read of rollouts."""
         function = getattr(self.module, self.reward_name)
+        rollouts = [SimpleNamespace(**values) for values in read]
         if self.reward_name == "reward":
             named = dict.fromkeys(self.named, rollouts[0])
             return [as_reward(function(problem, texts[0], **named))]

@@ -12,7 +12,7 @@ from helpers import ROOT, python, task_of
 from engine_adapter import Rollout
 from tasks import Problem, Task, exact_match
 from tasks.options import Options
-from tasks.problem_files import try_reward
+
 from tasks.prompts import encode
 from tasks.task_file import TaskFile
 from tasks.toys import toy_tokenizer

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import lzma
 import random
 import re
 import sys
@@ -15,32 +14,22 @@ import pytest
 from helpers import ROOT, task_of
 
 from tasks import Problem, Task, exact_match
-from tasks.problem_files import as_prompt
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
 
 
 FRAME = pandas.DataFrame(ROWS)
-WRITERS = {
-    "a.parquet": FRAME.to_parquet,
-    "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(str(path)),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(tmp_path, monkeypatch, kind, capsys):
-    path, copies, schema = tmp_path / kind, [], datasets.Dataset.features.fget
-    WRITERS[kind](path)
-    with monkeypatch.context() as patch:
-        patch.setattr(datasets.Dataset, "features", property(lambda rows: copies.append(1) or schema(rows)))
-        task = task_of(path)
-    assert len(copies) < len(ROWS)  # each takes as long as a row
+def test_parquet_gives_the_rows_and_the_start_says_which_columns_are_read(tmp_path, capsys):
+    path = tmp_path / "a.parquet"
+    FRAME.to_parquet(path)
+    task = task_of(path)
     problems = sorted(task.problems, key=lambda problem: int(problem.answer))
-    assert [(problem.question, problem.answer) for problem in problems] == [
-        (row["problem"], str(row["answer"])) for row in ROWS]  # fmt: skip
-    assert problems[3].row == ROWS[3]
-    assert capsys.readouterr().out == (f"{path}: questions are in column problem, answers in answer; in no prompt:"
-                                       " level.name, level.digits\n")  # fmt: skip
+    assert [(problem.question, problem.answer, problem.row) for problem in problems] == [
+        (row["problem"], str(row["answer"]), row) for row in ROWS]  # fmt: skip
+    assert capsys.readouterr().out.startswith(
+        f"{path}: questions are in column problem, answers in answer; in no prompt: level.name, level.digits (")
     assert len(task.held_out) == 2 and task.in_passes
 
 
@@ -55,32 +44,26 @@ FILES = {
     "train.csv": TABLE + ",",  # an empty cell too many is no answer
     "train-00000-of-00001.tsv.gz": re.sub(r"(?m)^(\w+),", r"\1\t", TABLE),
     "data/train/a.jsonl": "\ufeff" + "\r\n".join(LINES), "train.json": f"[{','.join(LINES)}]",
-    "train.jsonl.gz": "\n".join(LINES), "x/cells.csv": re.sub(r"(?m)^(\w+),", r"\1;", TABLE),  # the last by its README
+    "train.jsonl.gz": "\n".join(LINES),
 }  # fmt: skip
-README = '---\nconfigs:\n- {config_name: one, sep: ";", data_files: x/cells.csv}\n---\n'
 SAME = """def reward(problem, response):
     assert type(problem.row["answer"]).__name__ in ("str", "int", "float", "bool", "list", "dict")
     return response == problem.answer"""
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("hub", [False, True])
-def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp_path, monkeypatch, name, hub):
-    folder, kind = tmp_path / "set.jsonl", ":one" if name.startswith("x") else ""
-    if hub:  # what a hub has been asked for before
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-        folder = tmp_path / "datasets--me--set" / "snapshots" / "1"
-        (tmp_path / "datasets--me--set" / "refs").mkdir(parents=True)
-        (tmp_path / "datasets--me--set" / "refs" / "main").write_text("1")
+def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp_path, monkeypatch, name):
+    # What a hub has been asked for before.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "datasets--me--set" / "snapshots" / "1.jsonl"
+    (folder.parents[1] / "refs").mkdir(parents=True)
+    (folder.parents[1] / "refs" / "main").write_text("1.jsonl")
     path = folder / name
     path.parent.mkdir(parents=True)
     content = FILES[name].encode()
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    if kind:
-        (folder / "README.md").write_text(README)
     (tmp_path / "mine.py").write_text(SAME)
-    names = [f"me/set{kind}" if hub else f"{folder}{kind}"] + ([] if kind else [str(path)])
-    for each in names:
+    for each in ("me/set" if name == "train.json" else folder, folder, path):
         task = task_of(each, reward=str(tmp_path / "mine.py"))
         problems = task.problems
         assert {problem.question: problem.answer for problem in problems} == {
@@ -91,9 +74,7 @@ def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp
 # Public forms, a line each: its name, a row, options, and question, number of messages, answer and what is printed; or
 # what is refused.
 FORMS = (ROOT / "tests" / "data" / "forms.txt").read_text().splitlines()
-CALLED = [{"role": "user", "content": "3"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
-          {"role": "user", "content": [{"type": "text", "text": "1+1"}]}]  # fmt: skip
-NAMED = {"CHAT": json.dumps([{"role": "system", "content": "Count."}, CALLED[2]]), "CALLED": json.dumps(CALLED),
+NAMED = {"CHAT": '[{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1", "name": null}]',
          "MINE": '{"reward": "mine.py"}', "MANY": "".join(f'"m{n}": 0, ' for n in range(30))}  # fmt: skip
 
 
@@ -116,38 +97,20 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
     assert [problem.question, len(problem.messages), problem.answer] == expected[:3]
     assert expected[3] in capsys.readouterr().out
     assert problem.row == json.loads(row)
-    if len(problem.messages) == 3:
-        assert problem.messages[1] == CALLED[1] | {"content": ""}
 
 
-@pytest.mark.parametrize("role", ["assistant", "gpt", "model", "Bot"])
-def test_the_last_message_of_an_assistant_of_any_name_begins_the_response(role):
-    _, messages = as_prompt([[{"role": "human", "content": "1+1"}, {"role": role, "content": "It is"}]])
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-
-
-ROWS_007 = b'{"question": "\xc3\xa9 1", "answer": "007"}\n{"question": "2", "answer": "1.50"}\n'
-TOLD = {  # what a README says, a file, and its bytes
-    "skiprows: 1": ("a.csv", "comment\nquestion,answer\né 1,007\n2,1.50".encode()),
-    "names: [question, answer], encoding: latin-1": ("a.csv", "é 1,007\n2,1.50".encode("latin-1")),
-    "field: data": ("a.json", b'{"data": [' + ROWS_007.strip().replace(b"\n", b",") + b"]}"),
-    "data_dir: .": ("a.jsonl.xz", lzma.compress(ROWS_007)),
-}
-
-
-@pytest.mark.parametrize("told", TOLD)
-def test_a_dataset_is_read_as_its_readme_says_also_if_it_is_packed(tmp_path, told):
-    name, content = TOLD[told]
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("name, told", [("a.csv", "sep: ';'"), ("a.csv", "skiprows: 1"), ("a.json", "field: data")])
+def test_a_readme_that_says_how_files_are_read_is_refused(tmp_path, name, told):
+    (tmp_path / name).write_text("question;answer\n1;2")
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n- {{config_name: one, data_files: {name}, {told}}}\n---\n")
-    task = task_of(tmp_path)
-    assert {each.question: each.answer for each in task.problems} == {"é 1": "007", "2": "1.50"}
+    with pytest.raises(ValueError, match=rf"README.md must not say how files are read \({told.partition(':')[0]}\); rew"):
+        task_of(tmp_path)
 
 
 def test_a_dataset_needs_the_library_datasets_and_a_file_of_rows_does_not(good, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert task_of(good / "task.jsonl").train
-    with pytest.raises(ValueError, match=r"^reading .*\(pip install datasets\) failed: ModuleNotFoundError"):
+    with pytest.raises(ValueError, match=r"^loading the .*pip install datasets\) failed: ModuleNotFoundError"):
         task_of(tmp_path)
 
 
@@ -173,15 +136,11 @@ def test_rows_that_cannot_be_read_or_contradict_each_other_are_counted_and_can_b
     assert capsys.readouterr().out.count(": DROPPED\n") == 1
 
 
-def test_a_folder_is_read_anew_and_what_is_not_read_there_is_named(tmp_path, capsys):
-    for start in (0, 50):  # datasets keeps what it has unpacked, by the file's name
-        lines = "\n".join(json.dumps({"question": f"q{start + n}", "answer": 1}) for n in range(9))
-        (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-        assert f"q{start}" in {problem.question for problem in task_of(tmp_path).problems}
-    assert "NOT READ" not in capsys.readouterr().out
-    for name in ("hard.jsonl", "more.csv", "dataset_info.json", "notes.txt"):
-        (tmp_path / name).write_text(lines)
-    assert len(task_of(tmp_path).problems) == 9
+def test_files_of_rows_that_are_in_no_split_are_named(tmp_path, capsys):
+    line = json.dumps({"question": "1", "answer": 1})
+    for name in ("train.jsonl.gz", "test.jsonl", "hard.jsonl", "more.csv", "dataset_info.json", "notes.txt"):
+        (tmp_path / name).write_bytes(gzip.compress(b'{"question": "2", "answer": 1}') if "gz" in name else line.encode())
+    assert len(task_of(tmp_path).problems) == 2
     assert f"notice: NOT READ in {tmp_path} are 2 files, such as {tmp_path}/hard.jsonl: " in capsys.readouterr().out
 
 
@@ -190,17 +149,22 @@ def test_a_folder_is_read_anew_and_what_is_not_read_there_is_named(tmp_path, cap
     ("reward_model", {"ground_truth": datasets.Value("float32")}, {"ground_truth": 0.1}, "reward_model.ground_truth"),
     ("answer", datasets.List(datasets.Value("float16")), [0.1], "answer"),
 ])  # fmt: skip
-def test_types_that_change_an_answer_are_refused_at_any_depth(tmp_path, column, kind, value, refused):
-    """Not those of a column that is not used."""
+def test_types_that_change_an_answer_are_refused_at_any_depth(tmp_path, capsys, column, kind, value, refused):
+    """Those of a column that only a reward may read are named."""
     string, unused = datasets.Value("string"), datasets.Value("float32")
     rows = [{"question": f"q{n}", "score": 0.1, column: value} for n in range(4)]
     rows = datasets.Dataset.from_list(rows, features=datasets.Features(question=string, score=unused, **{column: kind}))
     rows.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "mine.py").write_text("def reward(*_): return 1")
     if not refused:
         assert {problem.answer for problem in task_of(tmp_path / "a.parquet").problems} == {"0.1"}
+        assert "float32" not in capsys.readouterr().out
+        task_of(tmp_path / "a.parquet", reward=str(tmp_path / "mine.py"))
+        assert "notice: the reward gets column score as float32: 0.1 is 0.10000000149" in capsys.readouterr().out
         return
-    with pytest.raises(ValueError, match=rf"^column {refused} of .* got (float32|float16|ClassLabel); store"):
-        task_of(tmp_path / "a.parquet")
+    for name in (tmp_path / "a.parquet", tmp_path):
+        with pytest.raises(ValueError, match=rf"^column {refused} of .* got (float32|float16|ClassLabel); store"):
+            task_of(name)
 
 
 def test_a_folder_whose_name_is_a_pattern_of_another_is_refused(tmp_path):

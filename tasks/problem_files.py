@@ -83,14 +83,14 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
     path = name if is_program(name) else data.reward
     file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers) if path else None
     answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
-    held_out, kinds, in_passes = [], {}, True
+    held_out, in_passes = [], True
     if path == name:
         listed = file.problems()
         in_passes = listed is not None
         train = rows_of(name, listed if in_passes else drawn(file))
     else:
-        train, held_out, kinds = read_rows(name)
-    problems = problems_of(name, held_out + train, kinds, data, file, answers, strict)
+        train, held_out = read_rows(name)
+    problems = problems_of(name, held_out + train, data, file, answers, strict)
     train, held_out = ([problems[source] for source, _ in rows if source in problems]
                        for rows in (train, held_out))
     if not file:
@@ -101,8 +101,7 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
 
 
 def problems_of(
-    name: str, rows: Rows, kinds: dict[str, str], data: Options, file: TaskFile | None,
-    answers: Answers, strict: bool,
+    name: str, rows: Rows, data: Options, file: TaskFile | None, answers: Answers, strict: bool
 ) -> dict[str, Problem]:
     """The problems of the rows, by their sources. Raises: ValueError."""
     columns = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
@@ -111,7 +110,6 @@ def problems_of(
         strict = strict and not is_program(name)
         question = choose_column("question_column", name, columns, data, True, strict)
         answer = choose_column("answer_column", name, columns, data, not file, strict)
-        refuse_lossy(name, kinds, f"{question}+{answer}".split("+"), file is not None)
     problems, faults, unsaid = {}, [], []
     for source, row in rows:
         try:
@@ -181,9 +179,8 @@ class Written(float):
         return float, (float(self),)
 
 
-def read_rows(name: str) -> tuple[Rows, Rows, dict[str, str]]:
-    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, those to hold out, and the
-    types of its columns, which a file of text does not have.
+def read_rows(name: str) -> tuple[Rows, Rows]:
+    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out.
 
     Without a split train all are held out, for --eval-task. The library `datasets` finds the files
     of a folder and their splits. It does not read CSV and JSON, because it would guess the types,
@@ -191,8 +188,7 @@ def read_rows(name: str) -> tuple[Rows, Rows, dict[str, str]]:
     """
     if not os.path.isdir(name) and (
             os.path.isfile(name) or re.search(r"\.(jsonl?|[ct]sv|parquet)(\.gz)?$", name)):
-        rows, kinds = read_file(name)
-        return rows, [], kinds
+        return read_file(name), []
     from huggingface_hub import snapshot_download
 
     path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
@@ -207,28 +203,22 @@ def read_rows(name: str) -> tuple[Rows, Rows, dict[str, str]]:
             raise ValueError("a folder's path must have no [ ] ? * (datasets reads the folders"
                              f" that match it), got {path}; rename the folder")
         builder = datasets.load_dataset_builder(path, config or None)
-        files = {str(part): list(paths) for part, paths in builder.config.data_files.items()}
-        refuse_told(builder.config, datasets.BuilderConfig)
+        files = builder.config.data_files
+        told = [option for option, value in vars(builder.config).items()
+                if not hasattr(datasets.BuilderConfig, option)
+                and value not in (getattr(type(builder.config), option, value), "\t")]
+        if told:
+            raise ValueError(f"its README.md must not say how files are read ({', '.join(told)});"
+                             " rewrite the files as JSON lines")
         name_unread(path, {os.path.realpath(file) for paths in files.values() for file in paths})
-        splits, kinds = {}, types_of(builder.info.features or {})
-        for part, paths in files.items():
-            for rows, types in map(read_file, paths):
-                splits[part] = splits.get(part, []) + rows
-                kinds = {column: kinds.get(column, "") + kind for column, kind in types.items()}
+        refuse_lossy(path, builder.info.features or {})
+        splits = {str(part): [row for path in paths for row in read_file(path)]
+                  for part, paths in files.items()}
     train = splits.get("train", [])
     held_out = splits.get("test") or splits.get("validation") or []
     if not train and not held_out:
         held_out = next(iter(splits.values()))
-    return train, held_out, kinds
-
-
-def refuse_told(config: Any, usual: type) -> None:
-    """Raises: ValueError if the README of a dataset says how its files are read."""
-    told = [option for option, value in vars(config).items() if not hasattr(usual, option)
-            and value not in (getattr(type(config), option, value), "\t")]
-    if told:
-        raise ValueError(f"its README.md must not say how files are read ({', '.join(told)});"
-                         " rewrite the files as JSON lines")
+    return train, held_out
 
 
 def name_unread(folder: str, read: set[str]) -> None:
@@ -243,22 +233,26 @@ def name_unread(folder: str, read: set[str]) -> None:
               " files must be of one kind, and all names must have a split (train, test), or none")
 
 
-def read_file(path: str) -> tuple[Rows, dict[str, str]]:
-    """The rows of a file, and of parquet the types of its columns."""
+def read_file(path: str) -> Rows:
     if not path.lower().endswith(".parquet"):
-        return read_text(path), {}
+        return read_text(path)
     with stage(f"reading {path} (pip install datasets)"), open(path, "rb") as file:
         import datasets
         from pyarrow import parquet
 
         table = parquet.read_table(file)
-        types = types_of(datasets.Features.from_arrow_schema(table.schema))
+        refuse_lossy(path, datasets.Features.from_arrow_schema(table.schema))
         rows = table.to_pylist()
-    return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)], types
+    return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def types_of(features: dict[str, Any]) -> dict[str, str]:
-    return {column: str(kind) for column, kind in flat(features).items()}
+def refuse_lossy(name: str, features: dict[str, Any]) -> None:
+    """Raises: ValueError that names a column whose values are not those that were written."""
+    for column, kind in features.items():
+        if lossy := re.search(LOSSY, str(kind)):
+            raise ValueError(f"column {column} of {name} must have texts, whole numbers or float64"
+                             " (0.1 is 0.10000000149 in float32, and a class label is a number),"
+                             f" got {lossy[0]}; store its values as texts, or leave it out")
 
 
 def read_text(path: str) -> Rows:
@@ -299,22 +293,6 @@ def without_twins(columns: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------- columns
-def refuse_lossy(name: str, kinds: dict[str, str], used: list[str], whole_rows: bool) -> None:
-    """Raises: ValueError that names a column whose values are not those that were written.
-
-    `whole_rows`: a reward reads the others too.
-    """
-    for column, kind in kinds.items():
-        lossy = re.search(LOSSY, kind)
-        if lossy and column in used:
-            raise ValueError(f"column {column} of {name} must have texts, whole numbers or float64"
-                             " (0.1 is 0.10000000149 in float32, and a class label is a number),"
-                             f" got {lossy[0]}; store its values as texts")
-        if lossy and whole_rows:
-            print(f"notice: the reward gets column {column} as {lossy[0]}: 0.1 is 0.10000000149 in"
-                  " float32, and a class label is a number")
-
-
 def choose_column(
     option: str, name: str, there: list[str], data: Options, needed: bool, strict: bool
 ) -> str | None:

@@ -204,12 +204,19 @@ class Functions:
                        and file.is_relative_to(folder) and "site-packages" not in file.parts}
         if files not in (None, self.files):
             raise ImportError("what it imports from its folder must stay the same in a run")
-        self.reward_name = self._only("reward", "rewards")
-        self._check_reward()
+        self.name = self._only("reward", "rewards")
+        self.function = getattr(self.module, self.name)
+        signature = inspect.signature(self.function)
+        self.named = [*signature.parameters.keys() & {"rollout", "rollouts"}]
+        try:
+            signature.bind("problem", "response", **dict.fromkeys(self.named))
+        except TypeError:
+            raise TypeError(f"{self.name} must take a problem, a response and perhaps `rollout`, it"
+                            f" is {self.name}{signature}") from None
 
     def about(self) -> tuple[dict[str, bytes], bool, bool]:
         """Its files, whether it rewards whole groups, whether its reward takes the rollout."""
-        return self.files, self.reward_name == "rewards", bool(self.named)
+        return self.files, self.name == "rewards", bool(self.named)
 
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""
@@ -220,17 +227,6 @@ class Functions:
             raise AttributeError(f"a task file must have {names[0]} or {names[1]}, it has"
                                  f" {' and '.join(there) or f'no {names[0]}'}")
         return there[0]
-
-    def _check_reward(self) -> None:
-        """Raises: TypeError if it is no reward. `named`: whether it takes the rollout, by name."""
-        name = self.reward_name
-        signature = inspect.signature(getattr(self.module, name))
-        self.named = [*signature.parameters.keys() & {"rollout", "rollouts"}]
-        try:
-            signature.bind("problem", "response", **dict.fromkeys(self.named))
-        except TypeError:
-            raise TypeError(f"{name} must take a problem, a response and perhaps `rollout`, it is"
-                            f" {name}{signature}") from None
 
     def sample(self) -> Any:
         return self.module.sample(self.rng)
@@ -243,18 +239,15 @@ class Functions:
 
     def grade(self, problem: Any, texts: list[str], read: list[dict[str, Any]]) -> list[Any]:
         """The rewards; `reward` gets one text a call. `read`: what it can read of rollouts."""
-        function = getattr(self.module, self.reward_name)
         rollouts = [SimpleNamespace(**values) for values in read]
-        if self.reward_name == "reward":
+        if self.name == "reward":
             named = dict.fromkeys(self.named, rollouts[0])
-            return [as_reward(function(problem, texts[0], **named))]
-        rewards = function(problem, texts, **dict.fromkeys(self.named, rollouts))
-        if isinstance(rewards, dict | set):
-            raise TypeError(f"it returned a {type(rewards).__name__}, not a list of rewards")
-        rewards = list(rewards)
-        if len(rewards) != len(texts):
-            raise TypeError(f"it returned {len(rewards)} rewards for {len(texts)} responses")
-        return list(map(as_reward, rewards))
+            return [as_reward(self.function(problem, texts[0], **named))]
+        rewards = self.function(problem, texts, **dict.fromkeys(self.named, rollouts))
+        listed = [] if isinstance(rewards, dict | set) else list(rewards)
+        if len(listed) != len(texts):
+            raise TypeError(f"it returned {rewards!r:.80}, not a list of {len(texts)} rewards")
+        return list(map(as_reward, listed))
 
 
 def as_reward(value: Any) -> float | dict[str, float] | None:

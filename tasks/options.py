@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from report.errors import MANY, SMALLEST, printable, within
+from report.errors import MANY, SMALLEST, printable, stage, within
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,9 @@ class Options:
             raise ValueError("system_prompt must not be empty, leave it out")
         within(self, 1, MANY, "max_prompt_tokens")
         within(self, 1, 1024, "reward_workers")
-        try:
-            is_object = isinstance(self.template_args, dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            raise ValueError("chat_template_args must be a JSON object, such as"
-                             f' {{"enable_thinking": false}}, got {self.chat_template_args}')
+        with stage('reading chat_template_args, which must be a JSON object, such as'
+                   ' {"enable_thinking": false},'):
+            dict(**self.template_args)
         within(self, SMALLEST, 1e6, "reward_limit_s")
 
     @property

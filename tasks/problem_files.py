@@ -39,7 +39,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # A text of chat messages, not a question that begins with other JSON.
 MESSAGES = r"""(?s)\s*\[\s*\{.*["'](?:role|from)["']\s*:.*\}\s*\]\s*"""
 LOSSY = r"float(?:16|32)(?='(?!:))|ClassLabel(?=\()"  # in the type of a column, at any depth
-ENOUGH_FAULTS = 20  # to refuse a file: math-verify needs minutes for the answers of a large one
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
 
 
@@ -118,16 +117,15 @@ def problems_of(
             if not file and not answers.reward(problem, said):
                 unsaid.append(problem.answer)
         except Unreadable as fault:
+            if data.unreadable_answers == "refuse":
+                raise ValueError(f"{source}: {fault}; to leave such rows out,"
+                                 " --unreadable-answers drop") from None
             faults.append(f"{source}: {fault}")
-            if len(faults) == ENOUGH_FAULTS and data.unreadable_answers == "refuse":
-                break
             continue
         family = row.get("family") if is_program(name) else None
         problems[source] = problem._replace(family="" if family is None else str(family))
-    checked = len(problems) + len(faults)
-    refuse_or_drop(faults, f"of {'the first ' if checked < len(rows) else ''}{checked} rows of"
-                   f" {name} have no question or no readable answer",
-                   data.unreadable_answers == "drop")
+    refuse_or_drop(faults, f"of {len(rows)} rows of {name} have no question or no readable answer",
+                   drop=True)
     if not problems:
         raise ValueError(f"task must have problems, {name} has none")
     if not is_program(name):

@@ -55,10 +55,7 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
 
     def encoded(problem: Problem) -> Problem:
         with stage(f"encoding the question of {problem.source}"):
-            ids = token_ids(problem)
-            if not ids:
-                raise ValueError("the tokenizer makes no token of it")
-        return problem._replace(prompt_ids=ids)
+            return problem._replace(prompt_ids=token_ids(problem))
 
     return replace(task, train=list(map(encoded, task.train)),
                    held_out=list(map(encoded, task.held_out)), tokenizer=tokenizer,

@@ -59,7 +59,7 @@ def read(name: str) -> ModuleType:
 FILES = {name: read(name) for name in NAMES if find_spec(f"extras.{name}")}
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --lora.lora-rank
 # May change at --resume; the prompts have a digest of their own.
-NOT_OF_THE_EXPERIMENT = {"out", "cache_dir", "reward_workers", "chat_template_args"}.union(
+NOT_OF_THE_EXPERIMENT = {"out", "cache_dir", "chat_template_args"}.union(
     *(getattr(file, "NOT_OF_THE_EXPERIMENT", ()) for file in FILES.values()))
 ENDINGS = {name: sentence for file in FILES.values()
            for name, sentence in getattr(file, "ENDINGS", {}).items()}

@@ -33,7 +33,6 @@ class Options:
     # Python file with `reward` or `rewards`, for the rows of a file or dataset; for those of
     # eval_task too.
     reward: str | None = None
-    reward_workers: int = 1  # Processes that compute rewards at the same time.
     # Seconds for one call of a task file's function, its import, or math-verify.
     reward_limit_s: float = 10.0
     # If a reward raises, hangs, or is no finite number, dictionary of these or None: stop the run,
@@ -47,7 +46,6 @@ class Options:
         if self.system_prompt == "":
             raise ValueError("system_prompt must not be empty, leave it out")
         within(self, 1, MANY, "max_prompt_tokens")
-        within(self, 1, 1024, "reward_workers")
         with stage('reading chat_template_args, which must be a JSON object, such as'
                    ' {"enable_thinking": false},'):
             dict(**self.template_args)

@@ -57,9 +57,6 @@ def load_task(name: str, seed: int, data: Options) -> Task:
         # An evaluation has the first of them, and a file may be sorted by subject.
         held_out = random.Random(seed).sample(task.held_out, len(task.held_out))
         task = replace(task, held_out=held_out)
-    if data.reward_workers > 1 and not any(each and each.grade for each in (task, task.evaluation)):
-        raise ValueError("reward_workers must be 1 without a reward of a file, got"
-                         f" {data.reward_workers}")
     task = split(task, name, seed, data.unreadable_answers == "drop")
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED")
@@ -80,7 +77,7 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
 
         return TASKS[name](seed)
     path = name if is_program(name) else data.reward
-    file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers) if path else None
+    file = TaskFile(path, seed, data.reward_limit_s) if path else None
     answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
     held_out, in_passes = [], True
     if path == name:
@@ -368,10 +365,9 @@ def as_prompt(texts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
             asked = [message["content"] for message in messages if message["role"] == "user"]
             question = asked[-1] if asked else ""
     if not question.strip() or re.fullmatch(MESSAGES, question):
-        raise Unreadable("its question must be a text, or a list of chat messages with the entries"
-                         f" role ({', '.join(ROLES)}) and content (a text) alone, the user's among"
-                         " them (write calls of tools into the content, convert lists in texts), it"
-                         f" is {texts!r:.80}")
+        raise Unreadable("its question must be a text, or a list of chat messages with role"
+                         f" ({', '.join(ROLES)}) and content (a text) alone, the user's among them"
+                         f" (write calls of tools into the content), it is {texts!r:.80}")
     return question, messages if messages[1:] else []
 
 

@@ -1,9 +1,10 @@
-"""A user's file: its functions in processes of their own, killed at the limit and started again.
+"""A user's file: its functions in a process of its own, killed at the limit and started again.
 
 Whatever a user's code does (raise, exit, crash, wait, loop in compiled code), the run gets a
 sentence. Only the standard library is imported, so that a process starts in a tenth of a second.
-The processes that it starts end with the run, with two exceptions: a child that called setsid, and
-children of a run that was killed with SIGKILL.
+What that process starts ends with the run, with two exceptions: a child that called setsid, and
+children of a run that was killed with SIGKILL. To compute the rewards of a group at the same time,
+let `rewards` start a pool.
 """
 
 import atexit
@@ -18,10 +19,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from queue import LifoQueue
 from socket import socket, socketpair
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,21 +31,17 @@ ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")
 
 
 class TaskFile:
-    """The functions of a user's file. A call that fails, or takes longer than `limit_s` seconds, is
-    a ValueError. `files` are the bytes of the file and of the modules in its folder that it
-    imports, by their paths; a process that is started again runs the same text, and the modules
-    must stay the same.
+    """The functions of a user's file, in a process of its own. A call that fails, or takes longer
+    than `limit_s` seconds, is a ValueError.
 
-    `num_processes` compute rewards at the same time.
+    `files` are the bytes of the file and of the modules in its folder that it imports, by their
+    paths. A process that is started again runs the same text, and the modules must stay the same.
     """
 
-    def __init__(self, path: str, seed: int, limit_s: float, num_processes: int = 1):
-        self.path, self.seed, self.limit_s, self.files = path, seed, limit_s, None
-        self.processes = [Process(self) for _ in range(num_processes)]
-        self.idle = LifoQueue()  # one call at a time: one process, and so one random state
-        for process in self.processes:
-            self.idle.put(process)
-        self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
+    def __init__(self, path: str, seed: int, limit_s: float):
+        self.path, self.seed, self.limit_s = path, seed, limit_s
+        self.child = self.files = None
+        atexit.register(self.kill)
         self.files, self.whole_groups, takes_rollout = self._call(f"the import of {path}", "about")
         self.read = ROLLOUT if takes_rollout else ()
 
@@ -60,67 +55,32 @@ class TaskFile:
 
     def reward(self, problem: Any, response: str) -> Any:
         """A finite number, a dictionary of them, or None; of a text without a rollout."""
-        ((reward,),) = self.grade([(problem, [response], [None])])
-        if isinstance(reward, ValueError):
-            raise reward
-        return reward
+        return self._rewards(problem, [response], [None])[0]
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
         """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""
-        calls = []
+        rewards = []
         for problem, texts, rollouts in groups:
-            size = len(texts) if self.whole_groups else 1
+            of_group, size = [], len(texts) if self.whole_groups else 1
             for start in range(0, len(texts), size):
                 members = slice(start, start + size)
-                named = [{name: getattr(rollout, name, None) for name in self.read}
-                         for rollout in rollouts[members]]
-                calls.append(("grade", problem, texts[members], named))
-        rewards = []
-        for call, result in zip(calls, self._call_all("the reward", calls), strict=True):
-            # An error is of all responses of the call.
-            rewards += result if isinstance(result, list) else [result] * len(call[2])
-        rewards = iter(rewards)
-        return [[next(rewards) for _ in texts] for _, texts, _ in groups]
+                try:
+                    of_group += self._rewards(problem, texts[members], rollouts[members])
+                except ValueError as failed:  # of all responses of the call
+                    of_group += [failed] * size
+            rewards.append(of_group)
+        return rewards
+
+    def _rewards(self, problem: Any, texts: list[str], rollouts: Sequence[Any]) -> list[Any]:
+        read = [{name: getattr(rollout, name, None) for name in self.read} for rollout in rollouts]
+        return self._call("the reward", "grade", problem, texts, read)
 
     def _call(self, what: str, *call: Any) -> Any:
-        (result,) = self._call_all(what, [call])
-        if isinstance(result, ValueError):
-            raise result
-        return result
-
-    def _call_all(self, what: str, calls: list[tuple]) -> list[Any]:
-        """Results in the order of the calls, each (name, arguments ...)."""
-
-        def run(call: tuple) -> Any:
-            process = self.idle.get()
-            try:
-                return process.call(what, *call)
-            except ValueError as failed:
-                return failed
-            finally:
-                self.idle.put(process)
-
-        try:
-            return list(self.threads.map(run, calls))
-        except BaseException:  # a signal: no thread must wait for a call
-            for process in self.processes:
-                process.kill()
-            raise
-
-
-class Process:
-    """A process that runs the functions of a TaskFile, one call at a time."""
-
-    def __init__(self, file: TaskFile):
-        self.file, self.child = file, None
-        atexit.register(self.kill)
-
-    def call(self, what: str, name: str, *arguments: Any) -> Any:
         """The result. Raises: ValueError that says why `what` has failed."""
         if self.child is None or self.child.poll() is not None:
             self._start()
-            self._ask(what, "load", self.file.path, self.file.seed, self.file.files)
-        return self._ask(what, name, *arguments)
+            self._ask(what, "load", self.path, self.seed, self.files)
+        return self._ask(what, *call)
 
     def _start(self) -> None:
         self.socket, theirs = socketpair()
@@ -129,21 +89,23 @@ class Process:
             self.child = subprocess.Popen(
                 [sys.executable, "-u", "-c", PROGRAM, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONHASHSEED": str(self.file.seed)},  # the order of a set
+                env=os.environ | {"PYTHONHASHSEED": str(self.seed)},  # the order of a set
                 start_new_session=True)  # a signal of the terminal reaches the run alone
         self.stream.readline()  # the process has started; the limit is for the file's code
 
     def _ask(self, what: str, *call: Any) -> Any:
-        limit = self.file.limit_s
         try:
             # Of each read, because the file's code can also write a part of a message.
-            self.socket.settimeout(limit)
+            self.socket.settimeout(self.limit_s)
             pickle.dump(call, self.stream)
             self.stream.flush()
             result, error = pickle.load(self.stream)
         except TimeoutError:
             self.kill()
-            error = f"no answer within {limit:g} s; try --reward-limit-s"
+            error = f"no answer within {self.limit_s:g} s; try --reward-limit-s"
+        except KeyboardInterrupt:  # its answer would be taken for that to the next call
+            self.kill()
+            raise
         except Exception:  # no answer, or bytes of the file's code in its place
             error = f"its process ended with status {self.kill()}"
         if error:

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -88,25 +86,13 @@ def test_earlier_thoughts_and_empty_messages_may_be_left_out():
         "<turn>user 1<end><turn>assistant <end><turn>user 2<end><turn>assistant <think>b</think>3"]
 
 
-def test_a_text_that_is_lost_beside_a_call_is_refused_after_a_chat_of_the_same_roles():
-    plain, called = (chat("user: 1", "assistant: 2", "user: 3") for _ in range(2))
-    called.messages[1]["tool_calls"] = [{"function": {"name": "add"}}]
-    template = CHATML.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}")
-    with pytest.raises(ValueError, match=LOST + "assistant"):
-        prompts(plain, called, template=template)
-
-
-LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
-
-
 @pytest.mark.parametrize("problem, options, complaint", [
     (chat("system: Add.", "user: 1+1"), {"system_prompt": "x"}, "of line 1 failed: ValueError: system_prompt must not"),
     (chat("system: Add.", "user: 1+1"), {"chat_template": False}, "2 chat messages need a chat template"),
     (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
     (QUESTION, {"chat_template_args": '{"enable_thinking": false}'}, "it has no enable_thinking"),
-    (QUESTION, {"template": STRICT, "system_prompt": "x"}, LOST + "system"),
+    (QUESTION, {"template": STRICT, "system_prompt": "x"}, LOST + r"system; put the text \(of --system-prompt, say\)"),
     (chat("user: 1", "assistant: 2", "tool: 3", "user: 4"), {"template": STRICT}, LOST + "tool"),
-    (QUESTION, {"template": LOOP, "reward_limit_s": 0.2}, "of line 1 failed: TimeoutError: no answer within 0.2 s"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
@@ -132,37 +118,26 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
         assert fitting(task, 6, 4, drop) == task
 
 
-def noticed(template: str | None, problem: Problem = QUESTION, stop: int = 1, **options) -> str:
+@pytest.mark.parametrize("template, options, said", [
+    (CHATML, {}, ""), (None, {}, ""), (DATED, {}, ""), (CHATML, {"system_prompt": "Be brief."}, ""),
+    (CHATML + "<end>", {}, "1 prompts end with a stop token"),
+    (CHATML, {"stop": 0}, "ends a turn with '<end>', which has no stop token of the model (<pad>)"),
+    (CHATML, {"stop": 0, "chat_template": False}, ""),
+    (CHATML.replace("assistant ", "assistant <think>\n"), {}, "the prompt opens <think>"),
+    (CHATML.replace("assistant ", "assistant <think></think>"), {}, ""),
+    (CHATML, {"problem": chat("user: 1+1", "assistant: 2")}, "1 chats end with an assistant's message"),
+    (CHATML.replace("{{ m.role }}", "{{ m.role if m.role == 'user' else raise_exception('no') }}"), {"stop": 0}, ""),
+    (CHATML, {"model": "M", "lr": 1e-6}, ""), (CHATML, {"model": "M", "steps": 0}, ""),
+    (CHATML, {"model": "M"}, "the learning rate is the toy's, 0.001"),
+])  # fmt: skip
+def test_what_is_often_wrong_with_prompts_is_said_at_the_start(capsys, template, options, said):
+    options = {"problem": QUESTION, "stop": 1} | options
+    problem, stop = options.pop("problem"), options.pop("stop")
     config = config_of(**options)
-    task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt,
-                   chat_template_args=config.data.chat_template_args)  # fmt: skip
-    task.tokenizer.bos_token = "<think>"
-    printed = StringIO()
-    with redirect_stdout(printed):
-        check_task(Run(config, Path(), "", task, None), None)
-    return " ".join(line.removeprefix("notice: ") for line in printed.getvalue().splitlines())
-
-
-def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
-    assert noticed(CHATML) == noticed(None) == noticed(DATED) == noticed(CHATML, system_prompt="Be brief.") == ""
-    assert "1 prompts end with a stop token" in noticed(CHATML + "<end>")
-    assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=0)
-    assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
-    assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
-    without = CHATML.replace("<end>", "<end>{{ '\\n' }}").partition("{% if add")[0]
-    assert "no generation prompt (add_generation_prompt): a response must begin with" in noticed(without)
-    assert "add_generation" not in noticed("[{{ messages[0].content }}]{{ (messages[1] | default({})).content }}")
-    assert "add_generation" not in noticed(without, chat_template=False)
-    assert "a response ends with '8', which is no special token" in noticed(None, stop=30)
-    assert "1 questions contain <think>, to which" in noticed("<think>" + CHATML, Problem("<think>a", "", ""))
-    assert noticed(CHATML, Problem("<think>a", "", "")) == ""
-    answered = chat("user: 1+1", "assistant: 2")
-    assert "1 chats end with an assistant's message" in noticed(CHATML, answered)
-    answered.messages[1]["tool_calls"] = [{}]
-    assert "last message alone, not with its tool_calls" in noticed(CHATML, answered)
-    refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
-    assert noticed(refuses) == noticed(CHATML, model="M", lr=1e-6) == noticed(CHATML, model="M", steps=0) == ""
-    assert "the learning rate is the toy's, 0.001" in noticed(CHATML, model="M")
+    task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt)
+    check_task(Run(config, Path(), "", task, None), None)
+    printed = capsys.readouterr().out
+    assert said in printed and printed.count("notice: ") == bool(said)
 
 
 @pytest.mark.parametrize("own", [None, DATED])

@@ -119,7 +119,7 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
 
 
 @pytest.mark.parametrize("template, options, said", [
-    (CHATML, {}, ""), (None, {}, ""), (DATED, {}, ""), (CHATML, {"system_prompt": "Be brief."}, ""),
+    (None, {}, ""), (CHATML, {"system_prompt": "Be brief."}, ""),
     (CHATML + "<end>", {}, "1 prompts end with a stop token"),
     (CHATML, {"stop": 0}, "ends a turn with '<end>', which has no stop token of the model (<pad>)"),
     (CHATML, {"stop": 0, "chat_template": False}, ""),
@@ -127,7 +127,7 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
     (CHATML.replace("assistant ", "assistant <think></think>"), {}, ""),
     (CHATML, {"problem": chat("user: 1+1", "assistant: 2")}, "1 chats end with an assistant's message"),
     (CHATML.replace("{{ m.role }}", "{{ m.role if m.role == 'user' else raise_exception('no') }}"), {"stop": 0}, ""),
-    (CHATML, {"model": "M", "lr": 1e-6}, ""), (CHATML, {"model": "M", "steps": 0}, ""),
+    (CHATML, {"model": "M", "lr": 1e-6}, ""),
     (CHATML, {"model": "M"}, "the learning rate is the toy's, 0.001"),
 ])  # fmt: skip
 def test_what_is_often_wrong_with_prompts_is_said_at_the_start(capsys, template, options, said):

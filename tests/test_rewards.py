@@ -177,14 +177,17 @@ def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerpr
         task = loaded(text % ("10, 19", 0.5), eval_task=str(tmp_path / "held_out.py"))
         digests.add(task.fingerprint)
     assert len(digests) == 2
-    task = encode(toy_tokenizer(), task, (2,), Options())
-    for evaluates, reward in ((False, 0.5), (True, 2.0)):
-        rows = task.score(task.held_out[:1], [Rollout([1], 0, [5, 2])], evaluates)
-        assert rows[0]["reward"] == reward
+    task = replace(task, tokenizer=toy_tokenizer(), stop_token_ids=(2,))
+
+    def reward(evaluates, token=5, of_source=None):
+        rollout = Rollout([1], 0, [token, 2], reward=of_source)
+        return task.score(task.held_out[:1], [rollout], evaluates)[0]["reward"]
+
+    assert [reward(False), reward(True)] == [0.5, 2.0]
     with pytest.raises(ValueError, match="a source's `answer` must give no rewards with eval_task"):
-        task.score(task.held_out[:1], [Rollout([1], 0, [5, 2], reward=0.5)], evaluates=True)
+        reward(True, of_source=0.5)
     with pytest.raises(ValueError, match=r"ZeroDivisionError.* on .*held_out.py, problem .*, response '3'"):
-        task.score(task.held_out[:1], [Rollout([1], 0, [6, 2])], evaluates=True)
+        reward(True, token=6)
 
 
 def test_a_reward_is_finite_a_tensor_is_a_number_and_nothing_is_graded_where_all_have_a_reward():

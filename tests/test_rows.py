@@ -74,16 +74,12 @@ def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp
 # Public forms, a line each: its name, a row, options, and question, number of messages, answer and what is printed; or
 # what is refused.
 FORMS = (ROOT / "tests" / "data" / "forms.txt").read_text().splitlines()
-NAMED = {"CHAT": '[{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1", "name": null}]',
-         "MINE": '{"reward": "mine.py"}', "MANY": "".join(f'"m{n}": 0, ' for n in range(30))}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.partition(" | ")[0])
 def test_columns(tmp_path, monkeypatch, capsys, form):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def reward(problem, response): return 1.0")
-    for name, text in NAMED.items():
-        form = re.sub(rf"\b{name}\b", lambda _, text=text: text, form)
     _, row, options, expected = form.split(" | ")
     Path("rows.jsonl").write_text(f"{row}\n{row.replace('1+1', '1+1, or so')}")
     options, expected = json.loads(options), json.loads(expected)

@@ -92,10 +92,9 @@ def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> T
     limit, name = context - max_new_tokens, f"the context of {context} less --max-new-tokens"
     if data.max_prompt_tokens and data.max_prompt_tokens <= limit:
         limit, name = data.max_prompt_tokens, "--max-prompt-tokens"
-    longest_first = sorted(task.problems, key=lambda problem: -len(problem.prompt_ids))
-    overlong = [f"{problem.source} has {len(problem.prompt_ids)}" for problem in longest_first
+    overlong = [f"{problem.source} has {len(problem.prompt_ids)}" for problem in task.problems
                 if len(problem.prompt_ids) > limit]
-    what = f"of {len(longest_first)} prompts are longer than {limit} tokens ({name})"
+    what = f"of {len(task.problems)} prompts are longer than {limit} tokens ({name})"
     refuse_or_drop(overlong, what, data.overlong_prompts == "drop", "--overlong-prompts")
     train, held_out = ([problem for problem in problems if len(problem.prompt_ids) <= limit]
                        for problems in (task.train, task.held_out))

@@ -215,13 +215,12 @@ class Functions:
 def as_reward(value: Any) -> float | dict[str, float] | None:
     """Raises: TypeError if it is no number, no dictionary of numbers, and not None."""
     if isinstance(value, dict) and value:
-        return {str(name): number(part, f"its part {name} is")
-                for name, part in value.items()}
+        return {str(name): number(part) for name, part in value.items()}
     return None if value is None else number(value)
 
 
-def number(value: Any, what: str = "it returned") -> float:
+def number(value: Any) -> float:
     converted = float(value) if hasattr(value, "__float__") else math.nan  # not strings
     if not abs(converted) <= 1e15:
-        raise TypeError(f"{what} {value!r:.80}, not a finite number of at most 1e15")
+        raise TypeError(f"it returned {value!r:.80}, not a finite number of at most 1e15")
     return converted

@@ -105,7 +105,7 @@ def of_lengths(*lengths: int) -> list[Problem]:
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
     task, drop = Task(of_lengths(*range(1, 8)), of_lengths(4), exact_match), Options(overlong_prompts="drop")
-    said = r"^2 of 8 prompts are longer than 5 tokens \(%s\): line 7 has 7; line 6 has 6"
+    said = r"^2 of 8 prompts are longer than 5 tokens \(%s\): line 6 has 6; line 7 has 7"
     with pytest.raises(ValueError, match=said % "--max-prompt-tokens" + "; to leave them out, --overlong-prompts drop"):
         fitting(task, math.inf, 4, Options(max_prompt_tokens=5))
     left = fitting(task, 9, 4, drop)

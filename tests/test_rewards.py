@@ -34,7 +34,7 @@ FAILURES = {  # None: the reward is 1
     "collections.deque(itertools.repeat(0), maxlen=0)": "no answer within 0.5 s",  # in C: no signal handler is run
     "os.write(int(sys.argv[1]), b'\\x80\\4')\n while True: pass": "no answer within 0.5 s",  # half a message
     "return math.nan": "it returned nan", "return '1.0'": "it returned '1.0'",
-    "return {'a': 1.0, 'b': None}": "its part b is None, not a finite number",
+    "return {'a': 1.0, 'b': None}": "it returned None, not a finite number",
     "return fractions.Fraction(1)": None, "print('printed'); return 1": None,
     "if os.fork() == 0: sys.exit()\n return 1": None,
 }  # fmt: skip

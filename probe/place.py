@@ -104,5 +104,6 @@ def placed(value: float, column: int, dtype: str) -> tuple[str, str]:
 def rows_of(path: str) -> list[dict]:
     """Rows of JSON lines (verl: of their `data`), or of TRL's trainer_state.json."""
     with stage(f"reading {path} as JSON lines or as a trainer_state.json"):
-        field = "log_history" if path.endswith(".json") else None
-        return [row.get("data", row) for _, row in read_text(path, "", field)]
+        if path.endswith(".json"):
+            return read_json(Path(path))["log_history"]
+        return [row.get("data", row) for _, row in read_text(path)]

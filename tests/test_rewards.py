@@ -60,6 +60,14 @@ def test_a_reward_is_a_number_or_a_sentence_whatever_its_code_does(file, code, m
     assert file.reward(problem, "return 1.0") == 1.0
 
 
+def test_the_answer_to_a_call_that_was_interrupted_is_not_that_to_the_next_one(file):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        file.reward(Problem("", "", ""), "__import__('time').sleep(1)\n return 1")
+    assert file.reward(Problem("", "", ""), "return 2") == 2
+
+
 ENDS = {  # what the first reward does, and how the run ends
     "os.kill(os.getppid(), signal.SIGKILL)\n while True: pass": -signal.SIGKILL,
     "os.kill(os.getppid(), signal.SIGINT)\n time.sleep(60)": -signal.SIGINT,

@@ -162,26 +162,17 @@ def test_the_stop_token_alone_is_cut_off_a_response():
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
-def with_template(good, tmp_path, text: str) -> str:
-    """Options of a run whose model has this chat template; the toy's tokenizer knows digits, + and =."""
-    folder = shutil.copytree(good / "model", tmp_path / "model", dirs_exist_ok=True)
-    (folder / "chat_template.jinja").write_text(text)
-    return f"--model {folder} --out {tmp_path}/run --engine transformers --steps 1 --eval-problems 1"
-
-
 def test_the_first_prompt_is_printed_and_stored_and_a_date_in_the_template_is_found_at_resume(good, tmp_path, capsys):
-    today = "{{ date_string | default('%s') }}={%% for m in messages %%}{{ m.content }}{%% endfor %%}"
-    words = with_template(good, tmp_path, today % "26")
+    folder = shutil.copytree(good / "model", tmp_path / "model")  # its tokenizer knows digits, + and =
+    (folder / "chat_template.jinja").write_text("{{ day | default('26') }}={{ messages[0].content }}")
+    words = f"--model {folder} --out {tmp_path}/run --engine transformers --steps 1 --eval-problems 1"
     train_here(command(good, words))
     first = read_json(tmp_path / "run" / "config.json")["prompts"]["first"]
     assert first.startswith("26=")
     assert f"first prompt: {json.dumps(first)}\n" in capsys.readouterr().out
-
     again = command(good, words + " --resume")
-    train_here([*again, "--chat-template-args", '{"date_string": "26"}'])
+    train_here([*again, "--chat-template-args", '{"day": "26"}'])
     capsys.readouterr()
-    said = refusal([*again, "--chat-template-args", '{"date_string": "27"}'], capsys)
+    said = refusal([*again, "--chat-template-args", '{"day": "27"}'], capsys)
     assert "must keep its prompts: the same questions have other tokens now, such as '" in said
     assert "27=" in said and "26=" in said and "try --chat-template-args" in said
-    with_template(good, tmp_path, today % "27")
-    assert "model and its task, changed are" in refusal(again, capsys)  # the template itself is another file

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def read_rows(name: str) -> tuple[Rows, Rows]:
             raise ValueError("a folder's path must have no [ ] ? * (datasets reads the folders"
                              f" that match it), got {path}; rename the folder")
         builder = datasets.load_dataset_builder(path, config or None)
-        files = builder.config.data_files
+        files = {str(part): paths for part, paths in builder.config.data_files.items()}
         told = [option for option, value in vars(builder.config).items()
                 if not hasattr(datasets.BuilderConfig, option)
                 and value not in (getattr(type(builder.config), option, value), "\t")]
@@ -207,13 +208,11 @@ def read_rows(name: str) -> tuple[Rows, Rows]:
                              " rewrite the files as JSON lines")
         name_unread(path, {os.path.realpath(file) for paths in files.values() for file in paths})
         refuse_lossy(path, builder.info.features or {})
-        splits = {str(part): [row for path in paths for row in read_file(path)]
-                  for part, paths in files.items()}
-    train = splits.get("train", [])
-    held_out = splits.get("test") or splits.get("validation") or []
-    if not train and not held_out:
-        held_out = next(iter(splits.values()))
-    return train, held_out
+        train = files.get("train", [])
+        held_out = files.get("test") or files.get("validation") or []
+        if not train and not held_out:
+            held_out = next(iter(files.values()))
+        return [*chain(*map(read_file, train))], [*chain(*map(read_file, held_out))]
 
 
 def name_unread(folder: str, read: set[str]) -> None:

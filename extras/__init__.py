@@ -87,7 +87,7 @@ class ByName:
     @property
     def experiment(self) -> dict[str, Any]:
         """The options that a resumed run must keep; its prompts have a digest of their own."""
-        free = {"out", "cache_dir", "reward_workers", "chat_template_args"}
+        free = {"out", "cache_dir", "chat_template_args"}
         free = free.union(*(extra.may_change for extra in vars(self.extra).values()))
         if self.lr_decay == "none":
             free |= {"steps"}

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from extras import Extra
-from tasks.prompts import time_limit
 
 
 class Options(Extra):
@@ -17,7 +16,7 @@ class Options(Extra):
 
     def install(self, run: Any) -> None:
         """Print each sentence that applies."""
-        for sentences in of_the_rate, of_special_tokens, of_chats, of_the_prompt, of_a_turn:
+        for sentences in of_the_rate, of_the_prompts, of_a_turn:
             for sentence in sentences(run):
                 print(f"notice: {sentence}")
         run.reports.append(partial(explain_first_loss, run.config))
@@ -31,74 +30,33 @@ def of_the_rate(run: Any) -> Iterator[str]:
                " try --lr 1e-6, or 1e-4 with --lora-rank (docs/run.md has measured ones)")
 
 
-def of_special_tokens(run: Any) -> Iterator[str]:
-    tokenizer, problems, stop = run.task.tokenizer, run.task.problems, stop_tokens(run)
+def of_the_prompts(run: Any) -> Iterator[str]:
+    problems, stop = run.task.problems, run.task.stop_token_ids
     if ends := sum(problem.prompt_ids[-1] in stop for problem in problems):
         yield (f"{ends} prompts end with a stop token, after which a model has nothing to say: does"
                " the tokenizer append it?")
-    # A configuration for another tokenizer names the number of some text.
-    plain = [stop[token] for token in sorted(stop.keys() - {tokenizer.eos_token_id})
-             if token not in getattr(tokenizer, "added_tokens_decoder", stop)]
-    if plain:
-        yield (f"a response ends with {', '.join(map(repr, plain))}, which is no special token: is"
-               " eos_token_id right in config.json and generation_config.json?")
-    bos = str(tokenizer.bos_token)
-    twice = sum(problem.prompt_ids.count(tokenizer.bos_token_id) > problem.question.count(bos) > 0
-                for problem in problems)
-    if twice:
-        yield (f"{twice} questions contain {bos}, to which the tokenizer or the chat template adds"
-               " one more")
-
-
-def of_chats(run: Any) -> Iterator[str]:
-    begun = [problem.messages[-1] for problem in run.task.problems
-             if problem.messages and problem.messages[-1]["role"] == "assistant"]
-    if not begun:
-        return
-    yield (f"{len(begun)} chats end with an assistant's message, with which the response begins: it"
-           " must not be the answer")
-    if lost := {key for message in begun for key in message} - {"role", "content"}:
-        yield ("a response begins with the content of the assistant's last message alone, not with"
-               f" its {', '.join(sorted(lost))}")
-
-
-def of_the_prompt(run: Any) -> Iterator[str]:
-    template = template_of(run)
-    prompt = run.task.tokenizer.decode(run.task.problems[0].prompt_ids)
-    if template and prompt.rstrip().endswith("<think>"):
-        yield ("the chat template opens <think>: it is part of the prompt, and no response begins"
-               " with it")
+    roles = [problem.messages[-1]["role"] for problem in problems if problem.messages]
+    if begun := roles.count("assistant"):
+        yield (f"{begun} chats end with an assistant's message, with which the response begins: it"
+               " must not be the answer")
+    if run.task.tokenizer.decode(problems[0].prompt_ids).rstrip().endswith("<think>"):
+        yield "the prompt opens <think> (the chat template does), so no response begins with it"
 
 
 def of_a_turn(run: Any) -> Iterator[str]:
     """Nothing of a template that refuses the turn of an assistant."""
-    data, template, stop = run.config.data, template_of(run), stop_tokens(run)
+    data, tokenizer, stop = run.config.data, run.task.tokenizer, run.task.stop_token_ids
     if not data.chat_template:
         return
-    tokenizer = run.task.tokenizer
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-    render = partial(tokenizer.apply_chat_template, tokenize=False, **data.template_args)
-    with suppress(Exception), time_limit(data.reward_limit_s):
-        begin, _, end = render(turn).rpartition("ANSWER")
-        if not stop.keys() & {*tokenizer(end, add_special_tokens=False)["input_ids"]}:
+    with suppress(Exception):
+        text = tokenizer.apply_chat_template(turn, tokenize=False, **data.template_args)
+        end = text.rpartition("ANSWER")[2]
+        if not {*stop} & {*tokenizer(end, add_special_tokens=False)["input_ids"]}:
+            names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(stop)))
             yield (f"the chat template ends a turn with {end!r}, which has no stop token of the"
-                   f" model ({', '.join(stop.values())}): a response can go on with turns that the"
-                   " model invents; name the token in eos_token_id of generation_config.json")
-        header = begin.partition(render(turn[:1], add_generation_prompt=True))[2]
-        if "add_generation_prompt" not in template and header.strip():
-            yield ("the chat template has no generation prompt (add_generation_prompt): a response"
-                   f" must begin with {header!r}, which the reward sees")
-
-
-def stop_tokens(run: Any) -> dict[int, str]:
-    """Their texts by id."""
-    return {token: run.task.tokenizer.convert_ids_to_tokens(token) or f"unknown token {token}"
-            for token in run.task.stop_token_ids}
-
-
-def template_of(run: Any) -> str:
-    """The chat template; empty if there is none or it is not used."""
-    return str((run.config.data.chat_template and run.task.tokenizer.chat_template) or "")
+                   f" model ({names}): a response can go on with turns that the model invents; name"
+                   " the token in eos_token_id of generation_config.json")
 
 
 def name_idle(trainer: Any, record: dict[str, Any]) -> None:

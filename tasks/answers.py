@@ -149,6 +149,8 @@ class Answers:
 @lru_cache(10_000)
 def forms(answer: str) -> tuple[str, str, Decimal | None]:
     """What there is to compare with: all of it, its letter or "", its number or None."""
+    if re.fullmatch(r"\$?[\d.,]+\s?\u2013\s?[\d.,]+\$?", last_part(answer)):
+        raise Unreadable(f"its answer {answer!r:.40} is a range (which needs --reward)")
     gold = bare(last_part(re.sub(MINUS, "-", answer)))
     return gold, letter(gold), plain_number(gold)
 

@@ -8,7 +8,7 @@ from models import check_rows, describe, local_folder
 from report.log import shown
 from tasks import Task
 from tasks.options import Options
-from tasks.problem_files import load_task, try_reward
+from tasks.problem_files import load_task
 from tasks.prompts import encode, fitting
 
 
@@ -38,7 +38,6 @@ def find_job(
     context = getattr(config, "max_position_embeddings", math.inf)
     problems = fitting(problems, context, max_new_tokens, data)
     check_rows(config, max_new_tokens + max(map(len, problems.prompts)))
-    try_reward(problems)
     print(f"first prompt: {shown(problems.prompts_record['first'])}")
     return problems, folder
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from report.errors import MANY, SMALLEST, printable, within
+from report.errors import MANY, SMALLEST, printable, stage, within
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Options:
     # Python file with `reward` or `rewards`, for the rows of a file or dataset; for those of
     # eval_task too.
     reward: str | None = None
-    reward_workers: int = 1  # Processes that compute rewards at the same time.
-    # Seconds for one call of a task file's function, its import, math-verify, or a chat template.
+    # Seconds for one call of a task file's function, its import, or math-verify.
     reward_limit_s: float = 10.0
     # If a reward raises, hangs, or is no finite number, dictionary of these or None: stop the run,
     # or leave the response out of the loss and of its group's baseline.
@@ -44,15 +43,12 @@ class Options:
 
     def __post_init__(self):
         printable(self, "eval_task", "question_column", "answer_column", "reward", "cache_dir")
+        if self.system_prompt == "":
+            raise ValueError("system_prompt must not be empty, leave it out")
         within(self, 1, MANY, "max_prompt_tokens")
-        within(self, 1, 1024, "reward_workers")
-        try:
-            is_object = isinstance(self.template_args, dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            raise ValueError("chat_template_args must be a JSON object, such as"
-                             f' {{"enable_thinking": false}}, got {self.chat_template_args}')
+        with stage('reading chat_template_args, which must be a JSON object, such as'
+                   ' {"enable_thinking": false},'):
+            dict(**self.template_args)
         within(self, SMALLEST, 1e6, "reward_limit_s")
 
     @property

@@ -9,11 +9,12 @@ import json
 import os
 import random
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from io import StringIO
+from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from models import reach_hub
@@ -27,21 +28,18 @@ from tasks.task_file import TaskFile
 BUILT_IN = ("toy", "digits")  # tasks in toys.py
 # The usual names of columns, also with capitals: of those that a file has the first is taken. The
 # texts of `body` and `question`, say, are joined.
-QUESTIONS = ("body+question", "question", "problem", "prompt", "query", "instruction+input",
-             "input", "instruction")
-ANSWERS = ("answer", "final_answer", "ground_truth", "target", "expected_answer",
-           "reward_model.ground_truth", "solution", "output", "response")
-# Other columns without which a question may not be whole.
-OF_A_QUESTION = (r"(?i)(.*_)?(choices?|options?|endings|distractor|context|passage|body|images?"
-                 r"|tools|system|instruction)(_?\w|_prompt|\..*)?|op[a-d]|sol\d|incorrect.*"
-                 r"|(?-i:[A-E])")
-# A text of messages, not a question that begins with other JSON.
-MESSAGES = r"""(?sx)\s*\[\s*\{\s*["'](?:(?:role|from)["']\s*:.*["'](?:content|value)
-    |(?:content|value)["']\s*:.*["'](?:role|from))["']\s*:.*\}\s*\]\s*\Z"""
-# Names of roles by ShareGPT, Gemini and others.
-ROLES = {"human": "user"} | dict.fromkeys(("gpt", "model", "bot", "assistant"), "assistant")
+COLUMNS = {
+    "question_column": (
+        ("body+question", "question", "problem", "prompt", "query", "instruction+input", "input",
+         "instruction"), " (in .csv and .tsv the first line names them)"),
+    "answer_column": (
+        ("answer", "final_answer", "ground_truth", "target", "expected_answer",
+         "reward_model.ground_truth", "solution", "output", "response"), "; --reward needs none"),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# A text of chat messages, not a question that begins with other JSON.
+MESSAGES = r"""(?s)\s*\[\s*\{.*["'](?:role|from)["']\s*:.*\}\s*\]\s*"""
 LOSSY = r"float(?:16|32)(?='(?!:))|ClassLabel(?=\()"  # in the type of a column, at any depth
-ENOUGH_FAULTS = 20  # to refuse a file: math-verify needs minutes for the answers of a large one
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
 
 
@@ -52,7 +50,6 @@ def load_task(name: str, seed: int, data: Options) -> Task:
         if getattr(data, option) and all(map(is_program, names)):
             raise ValueError(f"{option} must be given with a data file only, {name} has its own")
     task = read_task(name, seed, data)
-    evaluation = None
     if data.eval_task:
         evaluation = read_task(data.eval_task, seed, data, strict=is_program(name))
         held_out = evaluation.held_out or evaluation.train
@@ -61,9 +58,6 @@ def load_task(name: str, seed: int, data: Options) -> Task:
         # An evaluation has the first of them, and a file may be sorted by subject.
         held_out = random.Random(seed).sample(task.held_out, len(task.held_out))
         task = replace(task, held_out=held_out)
-    if data.reward_workers > 1 and not (task.grade or (evaluation and evaluation.grade)):
-        raise ValueError("reward_workers must be 1 without a reward of a file, got"
-                         f" {data.reward_workers}")
     task = split(task, name, seed, data.unreadable_answers == "drop")
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED")
@@ -74,96 +68,70 @@ def is_program(name: str) -> bool:
     return name in BUILT_IN or name.endswith(".py")
 
 
-def built_in(name: str, seed: int) -> Task:
-    """Raises: ValueError for countdown, which was one."""
-    from tasks.toys import TASKS
-
-    if name == "countdown":
-        raise ValueError("task must be examples/countdown.py for countdown, which is no longer"
-                         " built in")
-    return TASKS[name](seed)
-
-
 def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
     """The task `name`. Its problems are all in `train`, unless it says itself which to hold out.
 
     `strict`: the columns that are given must be there.
     """
-    if name in (*BUILT_IN, "countdown"):
-        return built_in(name, seed)
-    from_program, file, kinds = is_program(name), None, {}
-    path = name if from_program else data.reward
-    if path:
-        file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers)
-    listed = file.problems() if from_program else None
-    if from_program:
-        train, held_out = rows_of(path, drawn(file) if listed is None else listed), []
+    if name in BUILT_IN:
+        from tasks.toys import TASKS
+
+        return TASKS[name](seed)
+    path = name if is_program(name) else data.reward
+    file = TaskFile(path, seed, data.reward_limit_s) if path else None
+    answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
+    held_out, in_passes = [], True
+    if path == name:
+        listed = file.problems()
+        in_passes = listed is not None
+        train = rows_of(name, listed if in_passes else drawn(file))
     else:
-        train, held_out, kinds = read_rows(name)
-    rows = held_out + train
+        train, held_out = read_rows(name)
+    problems = problems_of(name, held_out + train, data, file, answers, strict)
+    train, held_out = ([problems[source] for source, _ in rows if source in problems]
+                       for rows in (train, held_out))
+    if not file:
+        return Task(train, held_out, answers.reward, same=answers.same, in_passes=in_passes)
+    text, *beside = file.files.values()
+    text = "".join(map(str, [text, *sorted(beside)]))
+    return Task(train, held_out, file.reward, grade=file.grade, text=text, in_passes=in_passes)
+
+
+def problems_of(
+    name: str, rows: Rows, data: Options, file: TaskFile | None, answers: Answers, strict: bool
+) -> dict[str, Problem]:
+    """The problems of the rows, by their sources. Raises: ValueError."""
     columns = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
     question, answer = None, None
     if rows:
-        question, answer = choose_columns(
-            name, columns, data, file is None, strict and not from_program)
-        refuse_lossy(name, kinds, f"{question}+{answer}".split("+"))
-    answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
+        strict = strict and not is_program(name)
+        question = choose_column("question_column", name, columns, data, True, strict)
+        answer = choose_column("answer_column", name, columns, data, not file, strict)
     problems, faults, unsaid = {}, [], []
     for source, row in rows:
         try:
             problem = problem_of(source, row, question, answer, file is not None)
-            if not file and not answers.reward(
-                    problem, f"The answer is {last_part(problem.answer)}."):
+            said = f"The answer is {last_part(problem.answer)}."
+            if not file and not answers.reward(problem, said):
                 unsaid.append(problem.answer)
         except Unreadable as fault:
+            if data.unreadable_answers == "refuse":
+                raise ValueError(f"{source}: {fault}; to leave such rows out,"
+                                 " --unreadable-answers drop") from None
             faults.append(f"{source}: {fault}")
-            if len(faults) == ENOUGH_FAULTS and data.unreadable_answers == "refuse":
-                break
             continue
-        family = row.get("family") if from_program else None
+        family = row.get("family") if is_program(name) else None
         problems[source] = problem._replace(family="" if family is None else str(family))
-    checked = len(problems) + len(faults)
-    refuse_or_drop(faults, f"of {'the first ' if checked < len(rows) else ''}{checked} rows of"
-                   f" {name} have no question or no readable answer",
-                   data.unreadable_answers == "drop")
+    refuse_or_drop(faults, f"of {len(rows)} rows of {name} have no question or no readable answer",
+                   drop=True)
     if not problems:
         raise ValueError(f"task must have problems, {name} has none")
-    if not from_program:
-        empty = sum(not problem.answer.strip() for problem in problems.values())
-        name_columns(name, columns, question, answer, empty)
+    if not is_program(name):
+        name_columns(name, columns, question, answer, problems.values())
     if unsaid:
         print(f"notice: {len(unsaid)} answers, such as {unsaid[0]!r:.40}, are found in \\boxed{{}}"
               " or <answer> alone, not in a sentence: ask for one of them in the prompt")
-    rewards = dict(reward=answers.reward, same=answers.same)
-    if file:
-        text = "".join(map(str, [file.text, *sorted(file.beside.values())]))
-        rewards = dict(reward=file.reward, grade=file.grade, text=text)
-    train, held_out = ([problems[source] for source, _ in part if source in problems]
-                       for part in (train, held_out))
-    return Task(train, held_out, **rewards, in_passes=not from_program or listed is not None)
-
-
-def try_reward(task: Task) -> None:
-    """Raises: ValueError if the reward of a file fails; the trial's response is the prompt."""
-    left_out = {}  # a cause is said once
-    for problem, tried in ((task.train[0], task), (task.held_out[0], task.evaluation)):
-        if tried is None or tried.grade is None:
-            continue
-        ids = problem.prompt_ids
-        rollout = SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids),
-                                  versions=[1] * len(ids), finish_reason="length")
-        for size in (1, 2):
-            texts = [task.tokenizer.decode(ids)] * size
-            result, *_ = tried.grade([(problem, texts, [rollout] * size)])[0]
-            said = (f"{result} on {problem.source}, in a trial with the prompt as the response, of"
-                    f" a group of {size}")
-            failed = isinstance(result, ValueError)
-            if failed and task.reward_errors == "stop":
-                raise ValueError(said)
-            if failed or result is None:
-                left_out.setdefault(str(result), said)
-    for said in left_out.values():
-        print(f"notice: such responses have no reward and are left out: {said}")
+    return problems
 
 
 def drawn(file: TaskFile) -> list[Any]:
@@ -207,51 +175,101 @@ class Written(float):
         return float, (float(self),)
 
 
-def read_rows(name: str) -> tuple[Rows, Rows, dict[str, Any]]:
-    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, those to hold out, and the
-    types of its columns, which a file of text does not have.
+def read_rows(name: str) -> tuple[Rows, Rows]:
+    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out.
 
-    Without a split train all are held out, for --eval-task.
+    Without a split train all are held out, for --eval-task. The library `datasets` finds the files
+    of a folder and their splits. It does not read CSV and JSON, because it would guess the types,
+    007 as 7.
     """
-    no_text = os.path.isdir(name) or name.lower().endswith(".parquet")
-    if not no_text and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
-        return read_text(name), [], {}
-    splits, kinds = read_dataset(name)
-    train = splits.get("train", [])
-    held_out = splits.get("test") or splits.get("validation") or []
-    if not train and not held_out:
-        held_out = next(iter(splits.values()))
-    return train, held_out, kinds
+    if not os.path.isdir(name) and (
+            os.path.isfile(name) or re.search(r"\.(jsonl?|[ct]sv|parquet)(\.gz)?$", name)):
+        return read_file(name), []
+    from huggingface_hub import snapshot_download
+
+    path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
+    reach_hub(path)
+    with stage(f"loading the dataset {name} (task must be toy, digits, a .py file, a file of rows,"
+               " or a dataset: a folder or a reachable hub name; pip install datasets)"):
+        import datasets
+
+        if not os.path.exists(path):
+            path = snapshot_download(path, repo_type="dataset")
+        if re.search(r"[][?*]", os.path.realpath(path)):
+            raise ValueError("a folder's path must have no [ ] ? * (datasets reads the folders"
+                             f" that match it), got {path}; rename the folder")
+        builder = datasets.load_dataset_builder(path, config or None)
+        files = {str(part): paths for part, paths in builder.config.data_files.items()}
+        told = [option for option, value in vars(builder.config).items()
+                if not hasattr(datasets.BuilderConfig, option)
+                and value not in (getattr(type(builder.config), option, value), "\t")]
+        if told:
+            raise ValueError(f"its README.md must not say how files are read ({', '.join(told)});"
+                             " rewrite the files as JSON lines")
+        name_unread(path, {os.path.realpath(file) for paths in files.values() for file in paths})
+        refuse_lossy(path, builder.info.features or {})
+        train = files.get("train", [])
+        held_out = files.get("test") or files.get("validation") or []
+        if not train and not held_out:
+            held_out = next(iter(files.values()))
+        return [*chain(*map(read_file, train))], [*chain(*map(read_file, held_out))]
 
 
-def read_text(path: str, separator: str | None = None, field: str | None = None) -> Rows:
-    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too.
-
-    Without a `separator` the name says whether the file is a table. `field` of JSON has the rows.
+def name_unread(folder: str, read: set[str]) -> None:
+    """Print which files of rows in a folder are in no split: `datasets` infers splits from names,
+    and reads files of one kind.
     """
+    rows = re.compile(r"(?i)(?!dataset_infos?\.json).*\.(jsonl?|[ct]sv|parquet|arrow)(\.gz)?")
+    unread = sorted(str(file) for file in Path(folder).rglob("*")
+                    if rows.fullmatch(file.name) and os.path.realpath(file) not in read)
+    if unread:
+        print(f"notice: NOT READ in {folder} are {len(unread)} files, such as {unread[0]}: all"
+              " files must be of one kind, and all names must have a split (train, test), or none")
+
+
+def read_file(path: str) -> Rows:
+    if not path.lower().endswith(".parquet"):
+        return read_text(path)
+    with stage(f"reading {path} (pip install datasets)"), open(path, "rb") as file:
+        import datasets
+        from pyarrow import parquet
+
+        table = parquet.read_table(file)
+        refuse_lossy(path, datasets.Features.from_arrow_schema(table.schema))
+        rows = table.to_pylist()
+    return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def refuse_lossy(name: str, features: dict[str, Any]) -> None:
+    """Raises: ValueError that names a column whose values are not those that were written."""
+    for column, kind in features.items():
+        if lossy := re.search(LOSSY, str(kind)):
+            raise ValueError(f"column {column} of {name} must have texts, whole numbers or float64"
+                             " (0.1 is 0.10000000149 in float32, and a class label is a number),"
+                             f" got {lossy[0]}; store its values as texts, or leave it out")
+
+
+def read_text(path: str) -> Rows:
+    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
-    with stage(f"reading the task file {path} (rows that are no text must be .parquet: unpack"
-               " .parquet.gz, convert .arrow) as UTF-8"):
-        content = Path(path).read_bytes()
-        if path.lower().endswith(".gz"):
-            content = gzip.decompress(content)
-        text = content.decode("utf-8-sig")
-    if separator is None and (table := re.search(r"\.(csv|tsv)(\.gz)?$", path.lower())):
-        separator = "," if table[1] == "csv" else "\t"
-    if separator:
+    opened = gzip.open if path.lower().endswith(".gz") else open
+    what = (f"reading {path} (rows that are no text must be .parquet: unpack .parquet.gz, convert"
+            " .arrow) as UTF-8")
+    with stage(what), opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        text = file.read()
+    if table := re.search(r"\.(csv|tsv)(\.gz)?$", path.lower()):
         csv.field_size_limit(2**31 - 1)  # a cell can contain all tests of a program
-        cells = csv.DictReader(
-            StringIO(text, newline=""), restkey="", strict=True, delimiter=separator)
+        cells = csv.DictReader(StringIO(text, newline=""), restkey="", strict=True,
+                               delimiter="," if table[1] == "csv" else "\t")
         with stage(f"reading {path} (a quote in a cell must be two, and the cell in quotes) as"
                    " CSV"):
             without_twins([(name, None) for name in cells.fieldnames or () if name])
             return [(f"{path}, line {cells.line_num}", row) for row in cells]
     parse = partial(json.loads, parse_float=Written, object_pairs_hook=without_twins)
-    if field or text.lstrip().startswith("["):
+    if text.lstrip().startswith("["):
         with stage(f"reading {path} as a JSON array"):
-            rows = parse(text)[field] if field else parse(text)
-        return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+            return [(f"{path}, row {number}", row) for number, row in enumerate(parse(text), 1)]
     rows = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028
         if line.strip():
@@ -268,127 +286,35 @@ def without_twins(columns: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(columns)
 
 
-def read_dataset(name: str) -> tuple[dict[str, Rows], dict[str, Any]]:
-    """The splits of what the library `datasets` reads, and the types of their columns. It would
-    guess the types in CSV and JSON, 007 as 7, so of these it only finds the files.
-    """
-    from huggingface_hub import constants, snapshot_download
-
-    with stage(f"reading {name}, which is no file of rows in text (pip install datasets)"):
-        import datasets
-        from datasets.packaged_modules.csv.csv import Csv
-        from datasets.packaged_modules.json.json import Json
-        from pyarrow import parquet
-    path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
-    reach_hub(path)
-    with stage(f"loading the dataset {name} (task must be toy, digits, a .py file, a file of rows,"
-               " or a dataset: a folder or a reachable hub name)"):
-        if name.lower().endswith(".parquet"):
-            with open(name, "rb") as file:
-                splits = {"train": datasets.Dataset(parquet.read_table(file))}
-        elif os.path.exists(f"{name}/state.json"):  # of save_to_disk
-            splits = {"train": datasets.load_from_disk(name)}
-        else:
-            if constants.HF_HUB_OFFLINE and not os.path.exists(path):
-                path = snapshot_download(path, repo_type="dataset")  # what was downloaded before
-            if os.path.exists(path) and re.search(r"[][?*]", os.path.realpath(path)):
-                raise ValueError("a folder's path must have no [ ] ? * (datasets reads the folders"
-                                 f" that match it), got {path}; rename the folder")
-            builder = datasets.load_dataset_builder(path, config or None)
-            if os.path.exists(path):
-                name_unread(path, builder.config.data_files)
-            if isinstance(builder, Csv | Json):
-                # Else the text of an earlier file of this name.
-                anew = datasets.DownloadConfig(force_extract=True)
-                manager = datasets.DownloadManager(download_config=anew)
-                files = manager.download_and_extract(builder.config.data_files)
-                splits = {str(part): [row for path in manager.iter_files(paths)
-                                      for row in read_as_told(path, builder.config)]
-                          for part, paths in files.items()}
-            else:
-                splits = datasets.load_dataset(path, config or None)
-    kinds = {}
-    for rows in splits.values():
-        kinds |= flat(getattr(rows, "features", {}))
-    return {part: [(f"{name}, {part} {number}", row) for number, row in enumerate(rows, 1)]
-            for part, rows in splits.items()}, kinds
-
-
-def name_unread(folder: str, files: dict[Any, list[str]] | None) -> None:
-    """Print which files of rows in a folder are in no split: `datasets` infers splits from names,
-    and reads files of one kind.
-    """
-    read = {os.path.realpath(file) for part in (files or {}).values() for file in part}
-    rows = re.compile(r"(?i)(?!dataset_infos?\.json).*\.(jsonl?|[ct]sv|parquet|arrow)(\.gz)?")
-    unread = sorted(str(file) for file in Path(folder).rglob("*")
-                    if rows.fullmatch(file.name) and os.path.realpath(file) not in read)
-    if unread:
-        print(f"notice: NOT READ in {folder} are {len(unread)} files, such as {unread[0]}: all"
-              " files must be of one kind, and all names must have a split (train, test), or none")
-
-
-def read_as_told(path: str, config: Any) -> list[Any]:
-    """The rows of a file of a dataset, whose README can say more than where the files are."""
-    if not hasattr(config, "sep"):
-        return [row for _, row in read_text(path, "", config.field)]
-    import pandas
-
-    told = config.pd_read_csv_kwargs
-    if told == type(config)(sep=config.sep).pd_read_csv_kwargs:
-        return [row for _, row in read_text(path, config.sep)]
-    text = {"dtype": str, "keep_default_na": False, "chunksize": None}
-    return pandas.read_csv(path, **told | text).to_dict("records")
-
-
 # ---------------------------------------------------------------------------------- columns
-def refuse_lossy(name: str, kinds: dict[str, Any], used: list[str]) -> None:
-    """Raises: ValueError that names a column whose values are not those that were written."""
-    for column in used:
-        if lossy := re.search(LOSSY, str(kinds.get(column))):
-            raise ValueError(f"column {column} of {name} must have texts, whole numbers or float64"
-                             " (0.1 is 0.10000000149 in float32, and a class label is a number),"
-                             f" got {lossy[0]}; store its values as texts")
-
-
-def choose_columns(
-    name: str, there: list[str], data: Options, answers_needed: bool, strict: bool
-) -> list[str | None]:
-    """The columns of question and answer; `strict`: those that are given must be `there`."""
+def choose_column(
+    option: str, name: str, there: list[str], data: Options, needed: bool, strict: bool
+) -> str | None:
+    """The column of an option; `strict`: one that is given must be `there`."""
     known = {column.lower(): column for column in there} | {column: column for column in there}
-    chosen = []
-    for option, usual, hint in (
-            ("question_column", QUESTIONS, " (in .csv and .tsv the first line names them)"),
-            ("answer_column", ANSWERS, "; --reward needs none")):
-        given = getattr(data, option)
-        names = [given] if given else []
-        if not (given and strict):
-            names += ["+".join(known.get(part, part) for part in column.split("+"))
-                      for column in usual]
-        column = next((column for column in names if {*column.split("+")} <= {*there}), None)
-        needed = (given and strict) or answers_needed or option == "question_column"
-        if needed and column is None:
-            raise ValueError(f"{option} must be a column of {name}, got"
-                             f" {given or f'none of {usual}'}; it has {', '.join(there)}{hint}")
-        chosen.append(column)
-    return chosen
+    given, (usual, hint) = getattr(data, option), COLUMNS[option]
+    names = [given] if given else []
+    if not (given and strict):
+        names += ["+".join(known.get(part, part) for part in column.split("+"))
+                  for column in usual]
+    column = next((column for column in names if {*column.split("+")} <= {*there}), None)
+    if column is None and (needed or (given and strict)):
+        raise ValueError(f"{option} must be a column of {name}, got"
+                         f" {given or f'none of {usual}'}; it has {', '.join(there)}{hint}")
+    return column
 
 
 def name_columns(
-    name: str, there: list[str], question: str, answer: str | None, empty: int
+    name: str, there: list[str], question: str, answer: str | None, problems: Collection[Problem]
 ) -> None:
-    """Print which columns are read and which are not. `empty`: the number of empty answers."""
+    """Print which columns are read and which are not."""
     read = {*question.split("+"), answer, *(column.rpartition(".")[0] for column in there)}
-    others = [column for column in there if column not in read]
-    lost = [column for column in others if re.fullmatch(OF_A_QUESTION, column)]
+    others = ", ".join(column for column in there if column not in read)
     said = f"{name}: questions are in column {question}, answers in {answer or 'no column'}"
     if others:
-        said += f"; in no prompt: {', '.join(others)}"
-    if lost:
-        said += (f"\nnotice: no prompt contains {', '.join(lost)}, which a question may need: write"
-                 " it into the question (--question-column A+B joins two columns of text)")
-    if empty:
-        said += (f"\nnotice: {empty} answers are empty; --answer-column names one of"
-                 f" {', '.join(there)}")
+        said += f"; in no prompt: {others} (--question-column A+B joins two columns of text)"
+    if empty := sum(not problem.answer.strip() for problem in problems):
+        said += f"\nnotice: {empty} answers are empty; --answer-column names another column"
     print(said)
 
 
@@ -425,30 +351,25 @@ def problem_of(
 
 def as_prompt(texts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
     """A question, and no messages, also of a single message; or the user's last message, and all
-    chat messages with all that a template can show of them.
+    chat messages. Raises: Unreadable.
     """
-    messages = []
-    try:
-        prompt = "\n".join(texts) if len(texts) > 1 else texts[0]
-        if isinstance(prompt, str) and re.match(MESSAGES, prompt):
-            prompt = json.loads(prompt, object_pairs_hook=without_twins)
-        if isinstance(prompt, str) and prompt.strip():
-            return prompt, []
-        for turn in prompt:
-            message = {name: value for name, value in turn.items() if value is not None}
-            role = turn.get("role") or message.pop("from")
-            if "content" in turn or "tool_calls" in message:
-                content = turn.get("content")
-            else:
-                content = message.pop("value")
-            if not isinstance(content, str):  # texts in parts, or none beside calls of tools
-                content = "".join(part["text"] for part in content or [])
-            messages.append(message | {"role": ROLES.get(role.lower(), role), "content": content})
-        question = [message["content"] for message in messages if message["role"] == "user"][-1]
-        if not question.strip():
-            raise LookupError("no question")
-    except (AttributeError, LookupError, TypeError, ValueError):
-        raise Unreadable("its question must be a text, or chat messages with role and content, the"
-                         " user's among them (in a text: as JSON), it is"
-                         f" {texts!r:.80}") from None
-    return question, messages if messages[1:] or len(messages[0]) > 2 else []
+    question, messages = "", []
+    if {*map(type, texts)} == {str}:
+        question = "\n".join(texts)
+    elif len(texts) == 1 and isinstance(texts[0], list):
+        for turn in texts[0]:  # flat: no dictionary has no columns
+            message = {name: value for name, value in flat(turn).items() if value is not None}
+            messages.append(message)
+        if all(map(is_message, messages)):
+            asked = [message["content"] for message in messages if message["role"] == "user"]
+            question = asked[-1] if asked else ""
+    if not question.strip() or re.fullmatch(MESSAGES, question):
+        raise Unreadable("its question must be a text, or a list of chat messages with role"
+                         f" ({', '.join(ROLES)}) and content (a text) alone, the user's among them"
+                         f" (write calls of tools into the content), it is {texts!r:.80}")
+    return question, messages if messages[1:] else []
+
+
+def is_message(entries: dict[str, Any]) -> bool:
+    return (entries.keys() == {"role", "content"} and entries["role"] in ROLES
+            and isinstance(entries["content"], str))

@@ -1,9 +1,7 @@
 """Prompts: the tokens of a question or of a chat, and which prompts are too long."""
 
 import re
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +26,7 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
         raise ValueError("chat_template_args must be variables of the model's chat template, it has"
                          f" no {', '.join(unknown)}")
 
-    printed = set()  # kinds of chats whose messages are all in the prompt
+    printed = set()  # roles of chats whose messages are all in the prompt
 
     def token_ids(problem: Problem) -> list[int]:
         messages = problem.messages or [{"role": "user", "content": problem.question}]
@@ -48,21 +46,16 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
             beginning = last["content"]
         render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
                          **data.template_args)
-        kind = tuple((*message, message["role"], not message["content"].strip())
-                     for message in messages)
-        if kind not in printed:
+        roles = tuple((message["role"], not message["content"].strip()) for message in messages)
+        if roles not in printed:
             refuse_lost(render, messages)
-            printed.add(kind)
+            printed.add(roles)
         text = render(messages)
         return tokenizer(text + beginning, add_special_tokens=False)["input_ids"]
 
     def encoded(problem: Problem) -> Problem:
-        # A chat template is a program and may not end.
-        with stage(f"encoding the question of {problem.source}"), time_limit(data.reward_limit_s):
-            ids = token_ids(problem)
-            if not ids:
-                raise ValueError("the tokenizer makes no token of it")
-        return problem._replace(prompt_ids=ids)
+        with stage(f"encoding the question of {problem.source}"):
+            return problem._replace(prompt_ids=token_ids(problem))
 
     return replace(task, train=list(map(encoded, task.train)),
                    held_out=list(map(encoded, task.held_out)), tokenizer=tokenizer,
@@ -79,28 +72,13 @@ def refuse_lost(render: Callable[..., str], messages: list[dict[str, Any]]) -> N
     lost = [message["role"] for message in marked if message["content"] not in text]
     if lost:
         raise ValueError("the chat template must print each message, it leaves out that of role"
-                         f" {lost[0]}; give the text another role")
+                         f" {lost[0]}; put the text (of --system-prompt, say) into the question")
 
 
 def first_encoded(tokenizer: Any, task: Task, data: Options) -> Task:
     """The first problem alone, encoded by another tokenizer or with other options."""
     alone = replace(task, train=task.problems[:1], held_out=[])
     return encode(tokenizer, alone, task.stop_token_ids, data)
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError. For the main thread, and not for compiled code that does not return."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"no answer within {seconds:g} s; try --reward-limit-s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> Task:
@@ -114,10 +92,9 @@ def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> T
     limit, name = context - max_new_tokens, f"the context of {context} less --max-new-tokens"
     if data.max_prompt_tokens and data.max_prompt_tokens <= limit:
         limit, name = data.max_prompt_tokens, "--max-prompt-tokens"
-    longest_first = sorted(task.problems, key=lambda problem: -len(problem.prompt_ids))
-    overlong = [f"{problem.source} has {len(problem.prompt_ids)}" for problem in longest_first
+    overlong = [f"{problem.source} has {len(problem.prompt_ids)}" for problem in task.problems
                 if len(problem.prompt_ids) > limit]
-    what = f"of {len(longest_first)} prompts are longer than {limit} tokens ({name})"
+    what = f"of {len(task.problems)} prompts are longer than {limit} tokens ({name})"
     refuse_or_drop(overlong, what, data.overlong_prompts == "drop", "--overlong-prompts")
     train, held_out = ([problem for problem in problems if len(problem.prompt_ids) <= limit]
                        for problems in (task.train, task.held_out))

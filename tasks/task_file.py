@@ -1,9 +1,10 @@
-"""A user's file: its functions in processes of their own, killed at the limit and started again.
+"""A user's file: its functions in a process of its own, killed at the limit and started again.
 
 Whatever a user's code does (raise, exit, crash, wait, loop in compiled code), the run gets a
 sentence. Only the standard library is imported, so that a process starts in a tenth of a second.
-The processes that it starts end with the run, with two exceptions: a child that called setsid, and
-children of a run that was killed with SIGKILL.
+What that process starts ends with the run, with two exceptions: a child that called setsid, and
+children of a run that was killed with SIGKILL. To compute the rewards of a group at the same time,
+let `rewards` start a pool.
 """
 
 import atexit
@@ -18,38 +19,31 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from queue import LifoQueue
 from socket import socket, socketpair
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 PROGRAM = "import sys; sys.path = sys.argv[2:]; from tasks.task_file import serve; serve()"
-# The fields that a reward can read. Their classes stay here, because they would import torch.
-PROBLEM = ("question", "answer", "source", "row")
+# What a reward can read of a rollout, whose class would import torch.
 ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")
 
 
 class TaskFile:
-    """The functions of a user's file. A call that fails, or takes longer than `limit_s` seconds, is
-    a ValueError. `text` is the file's; a process that is started again runs the same text.
-    `beside` has the texts of the modules in its folder that it imports; they must stay the same.
+    """The functions of a user's file, in a process of its own. A call that fails, or takes longer
+    than `limit_s` seconds, is a ValueError.
 
-    `num_processes` compute rewards at the same time.
+    `files` are the bytes of the file and of the modules in its folder that it imports, by their
+    paths. A process that is started again runs the same text, and the modules must stay the same.
     """
 
-    def __init__(self, path: str, seed: int, limit_s: float, num_processes: int = 1):
+    def __init__(self, path: str, seed: int, limit_s: float):
         self.path, self.seed, self.limit_s = path, seed, limit_s
-        self.text = self.beside = None
-        self.processes = [Process(self) for _ in range(num_processes)]
-        self.idle = LifoQueue()  # one call at a time: one process, and so one random state
-        for process in self.processes:
-            self.idle.put(process)
-        self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
-        self.text, self.beside, self.whole_groups, self.takes_rollout = self._call(
-            f"the import of {path}", "about")
+        self.child = self.files = None
+        atexit.register(self.kill)
+        self.files, self.whole_groups, takes_rollout = self._call(f"the import of {path}", "about")
+        self.read = ROLLOUT if takes_rollout else ()
 
     def problems(self) -> list[Any] | None:
         """Those that it lists; None if it draws them."""
@@ -61,71 +55,32 @@ class TaskFile:
 
     def reward(self, problem: Any, response: str) -> Any:
         """A finite number, a dictionary of them, or None; of a text without a rollout."""
-        ((reward,),) = self.grade([(problem, [response], [None])])
-        if isinstance(reward, ValueError):
-            raise reward
-        return reward
+        return self._rewards(problem, [response], [None])[0]
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
         """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""
-        calls, names = [], ROLLOUT if self.takes_rollout else ()
+        rewards = []
         for problem, texts, rollouts in groups:
-            size = len(texts) if self.whole_groups else 1
+            of_group, size = [], len(texts) if self.whole_groups else 1
             for start in range(0, len(texts), size):
                 members = slice(start, start + size)
-                calls.append(("grade", fields(problem, PROBLEM), texts[members],
-                              [fields(rollout, names) for rollout in rollouts[members]]))
-        rewards = []
-        for call, result in zip(calls, self._call_all("the reward", calls), strict=True):
-            # An error is of all responses of the call.
-            rewards += result if isinstance(result, list) else [result] * len(call[2])
-        rewards = iter(rewards)
-        return [[next(rewards) for _ in texts] for _, texts, _ in groups]
+                try:
+                    of_group += self._rewards(problem, texts[members], rollouts[members])
+                except ValueError as failed:  # of all responses of the call
+                    of_group += [failed] * size
+            rewards.append(of_group)
+        return rewards
+
+    def _rewards(self, problem: Any, texts: list[str], rollouts: Sequence[Any]) -> list[Any]:
+        read = [{name: getattr(rollout, name, None) for name in self.read} for rollout in rollouts]
+        return self._call("the reward", "grade", problem, texts, read)
 
     def _call(self, what: str, *call: Any) -> Any:
-        (result,) = self._call_all(what, [call])
-        if isinstance(result, ValueError):
-            raise result
-        return result
-
-    def _call_all(self, what: str, calls: list[tuple]) -> list[Any]:
-        """Results in the order of the calls, each (name, arguments ...)."""
-
-        def run(call: tuple) -> Any:
-            process = self.idle.get()
-            try:
-                return process.call(what, *call)
-            except ValueError as failed:
-                return failed
-            finally:
-                self.idle.put(process)
-
-        try:
-            return list(self.threads.map(run, calls))
-        except BaseException:  # a signal: no thread must wait for a call
-            for process in self.processes:
-                process.kill()
-            raise
-
-
-def fields(source: Any, names: Sequence[str]) -> SimpleNamespace:
-    return SimpleNamespace(**{name: getattr(source, name, None) for name in names})
-
-
-class Process:
-    """A process that runs the functions of a TaskFile, one call at a time."""
-
-    def __init__(self, file: TaskFile):
-        self.file, self.child = file, None
-        atexit.register(self.kill)
-
-    def call(self, what: str, name: str, *arguments: Any) -> Any:
         """The result. Raises: ValueError that says why `what` has failed."""
         if self.child is None or self.child.poll() is not None:
             self._start()
-            file = self.file
-            self._ask(what, "load", file.path, file.seed, file.text, file.beside)
-        return self._ask(what, name, *arguments)
+            self._ask(what, "load", self.path, self.seed, self.files)
+        return self._ask(what, *call)
 
     def _start(self) -> None:
         self.socket, theirs = socketpair()
@@ -134,21 +89,23 @@ class Process:
             self.child = subprocess.Popen(
                 [sys.executable, "-u", "-c", PROGRAM, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONHASHSEED": str(self.file.seed)},  # the order of a set
+                env=os.environ | {"PYTHONHASHSEED": str(self.seed)},  # the order of a set
                 start_new_session=True)  # a signal of the terminal reaches the run alone
         self.stream.readline()  # the process has started; the limit is for the file's code
 
     def _ask(self, what: str, *call: Any) -> Any:
-        limit = self.file.limit_s
         try:
             # Of each read, because the file's code can also write a part of a message.
-            self.socket.settimeout(limit)
+            self.socket.settimeout(self.limit_s)
             pickle.dump(call, self.stream)
             self.stream.flush()
             result, error = pickle.load(self.stream)
         except TimeoutError:
             self.kill()
-            error = f"no answer within {limit:g} s; try --reward-limit-s"
+            error = f"no answer within {self.limit_s:g} s; try --reward-limit-s"
+        except KeyboardInterrupt:  # its answer would be taken for that to the next call
+            self.kill()
+            raise
         except Exception:  # no answer, or bytes of the file's code in its place
             error = f"its process ended with status {self.kill()}"
         if error:
@@ -181,21 +138,17 @@ def serve() -> None:
                 answer = pickle.dumps((None, error))
             if os.getpid() != process:  # a child that the user's code forked and did not end
                 os._exit(0)
-            signal.alarm(0)  # one that the user's code set and did not clear
             connection.sendall(answer)
 
 
 class Functions:
     """What the run calls."""
 
-    def load(
-        self, path: str, seed: int, text: bytes | None, beside: dict[str, bytes] | None
-    ) -> None:
-        """Import the file. `text`, `beside`: what the first process has read, for one that is
-        started again.
+    def load(self, path: str, seed: int, files: dict[str, bytes] | None) -> None:
+        """Import the file. `files`: what the first process has read, for one that is started again.
         """
-        self.text = Path(path).read_bytes() if text is None else text
         source = Path(path).resolve()  # a process that this one starts imports it by this name
+        self.files = {str(source): files[str(source)] if files else source.read_bytes()}
         name = source.stem
         if name in sys.modules:
             raise ImportError("a task file must not have the name of a loaded module, got"
@@ -206,21 +159,26 @@ class Functions:
         sys.modules[name] = self.module  # dataclasses need it there
         before, folder = {*sys.modules}, source.parent
         sys.path.insert(0, str(folder))
-        exec(compile(self.text, path, "exec"), vars(self.module))
+        exec(compile(self.files[str(source)], path, "exec"), vars(self.module))
         imported = [sys.modules[name] for name in sys.modules.keys() - before]
-        files = [Path(getattr(module, "__file__", None) or "").resolve() for module in imported]
-        self.beside = {str(file): file.read_bytes() for file in files if file.suffix == ".py"
+        beside = [Path(getattr(module, "__file__", None) or "").resolve() for module in imported]
+        self.files |= {str(file): file.read_bytes() for file in beside if file.suffix == ".py"
                        and file.is_relative_to(folder) and "site-packages" not in file.parts}
-        if beside is not None and beside != self.beside:
+        if files not in (None, self.files):
             raise ImportError("what it imports from its folder must stay the same in a run")
-        self.reward_name = self._only("reward", "rewards")
-        self._check_reward()
+        self.name = self._only("reward", "rewards")
+        self.function = getattr(self.module, self.name)
+        signature = inspect.signature(self.function)
+        self.named = [*signature.parameters.keys() & {"rollout", "rollouts"}]
+        try:
+            signature.bind("problem", "response", **dict.fromkeys(self.named))
+        except TypeError:
+            raise TypeError(f"{self.name} must take a problem, a response and perhaps `rollout`, it"
+                            f" is {self.name}{signature}") from None
 
-    def about(self) -> tuple[bytes, dict[str, bytes], bool, bool]:
-        """The file's text and those of modules beside it, whether it rewards whole groups, whether
-        its reward takes the rollout.
-        """
-        return self.text, self.beside, self.reward_name == "rewards", bool(self.named)
+    def about(self) -> tuple[dict[str, bytes], bool, bool]:
+        """Its files, whether it rewards whole groups, whether its reward takes the rollout."""
+        return self.files, self.name == "rewards", bool(self.named)
 
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""
@@ -232,19 +190,6 @@ class Functions:
                                  f" {' and '.join(there) or f'no {names[0]}'}")
         return there[0]
 
-    def _check_reward(self) -> None:
-        """Raises: TypeError if it is no reward. `named`: whether it takes the rollout, by name."""
-        name, function = self.reward_name, getattr(self.module, self.reward_name)
-        if inspect.iscoroutinefunction(function):
-            raise TypeError(f"{name} must be a plain function, it is a coroutine (async def)")
-        signature = inspect.signature(function)
-        self.named = [*signature.parameters.keys() & {"rollout", "rollouts"}]
-        try:
-            signature.bind("problem", "response", **dict.fromkeys(self.named))
-        except TypeError:
-            raise TypeError(f"{name} must take a problem, a response and perhaps `rollout`, it is"
-                            f" {name}{signature}") from None
-
     def sample(self) -> Any:
         return self.module.sample(self.rng)
 
@@ -254,31 +199,28 @@ class Functions:
         problems = self.module.problems
         return list(problems() if callable(problems) else problems)
 
-    def grade(self, problem: Any, texts: list[str], rollouts: list[Any]) -> list[Any]:
-        """The rewards; `reward` gets one text a call."""
-        function = getattr(self.module, self.reward_name)
-        if self.reward_name == "reward":
+    def grade(self, problem: Any, texts: list[str], read: list[dict[str, Any]]) -> list[Any]:
+        """The rewards; `reward` gets one text a call. `read`: what it can read of rollouts."""
+        rollouts = [SimpleNamespace(**values) for values in read]
+        if self.name == "reward":
             named = dict.fromkeys(self.named, rollouts[0])
-            return [as_reward(function(problem, texts[0], **named))]
-        rewards = function(problem, texts, **dict.fromkeys(self.named, rollouts))
-        if isinstance(rewards, dict | set):
-            raise TypeError(f"it returned a {type(rewards).__name__}, not a list of rewards")
-        rewards = list(rewards)
-        if len(rewards) != len(texts):
-            raise TypeError(f"it returned {len(rewards)} rewards for {len(texts)} responses")
-        return list(map(as_reward, rewards))
+            return [as_reward(self.function(problem, texts[0], **named))]
+        rewards = self.function(problem, texts, **dict.fromkeys(self.named, rollouts))
+        listed = [] if isinstance(rewards, dict | set) else list(rewards)
+        if len(listed) != len(texts):
+            raise TypeError(f"it returned {rewards!r:.80}, not a list of {len(texts)} rewards")
+        return list(map(as_reward, listed))
 
 
 def as_reward(value: Any) -> float | dict[str, float] | None:
     """Raises: TypeError if it is no number, no dictionary of numbers, and not None."""
     if isinstance(value, dict) and value:
-        return {str(name): number(part, f"its part {name} is")
-                for name, part in value.items()}
+        return {str(name): number(part) for name, part in value.items()}
     return None if value is None else number(value)
 
 
-def number(value: Any, what: str = "it returned") -> float:
+def number(value: Any) -> float:
     converted = float(value) if hasattr(value, "__float__") else math.nan  # not strings
     if not abs(converted) <= 1e15:
-        raise TypeError(f"{what} {value!r:.80}, not a finite number of at most 1e15")
+        raise TypeError(f"it returned {value!r:.80}, not a finite number of at most 1e15")
     return converted

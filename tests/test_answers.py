@@ -269,6 +269,8 @@ def test_an_answer_that_would_be_read_in_part_is_unreadable_and_never_a_reward(a
     for answer in NOT_READ.split(" ~ "):
         with pytest.raises(Unreadable, match=r"no number and no letter .* --reward\), and .*math-verify does not read"):
             answers.reward(problem(answer), "42")
+    with pytest.raises(Unreadable, match=r"its answer 'so #### \$10\u201320\$' is a range"):
+        answers.reward(problem("so #### $10\u201320$"), "-10")
 
 
 def test_answers_that_mean_the_same(answers):

@@ -37,7 +37,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --verify-loads 2 --engine transformers => verify_loads must not be given with engine transformers
 --chat-template-args [1] => must be a JSON object
 --stop= => stop must not contain an empty text
---stop 7\\n => stop must be a text of the tokenizer, which has no 'n'
+--system-prompt= => system_prompt must not be empty
 --engine transformers --parity.no-fp32-head => without fp32_head
 --lora-rank 4 --lora-forward added --tis token => the broken backend), got tis token without lora_forward
 --rollout-weights int8 --engine transformers => rollout_weights must be own with engine transformers
@@ -55,12 +55,10 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --tracker tensorboard => such as trackio or wandb (TensorBoard is gone: its SummaryWriter.add_scalar takes
 --max-new-tokens 256 => below the model's context of 256
 --task toy --reward {root}/task.py => reward must be given with a data file only
---task toy --reward-workers 2 => reward_workers must be 1 without a reward of a file
 --task toy --eval-task {root}/task.jsonl --answer-column q => answer_column must be a column of
 --question-column q => question_column must be a column of {root}/task.jsonl, got q; it has question, answer
 --eval-task {root}/absent.jsonl => must be a regular file, and exist
 --eval-task {root}/task.jsonl => task.jsonl has 40 without repeats, all of them held out
---task countdown => task must be examples/countdown.py for countdown, which is no longer built in
 --task tyo => loading the dataset tyo (task must be toy,
 --task {root}/absent.py => FileNotFoundError
 --model owner/absent => reading the model owner/absent (toy, a folder or a hub name;
@@ -93,7 +91,7 @@ TASKS = {  # by the file's name and the case
     "a.jsonl twins": ('{"x": {"question": "1", "question": "2"}}', "must have each column once, got two question"),
     "a.csv twins": ("answer,question,answer,,\n1,2,3,,", "must have each column once, got two answer"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
-    "a.jsonl no rows": (LINE + "\n3", "line 2: its question must be a text, or chat messages with role and content,"),
+    "a.jsonl no rows": (LINE + "\n3", "line 2: its question must be a text, or a list of chat messages with"),
     "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
     "a.jsonl space": ('{"question": "1 2", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
     "a.tsv no names": ("1+1\t2\n2+1\t3\n", "it has 1+1, 2 (in .csv and .tsv the first line names them)"),
@@ -106,7 +104,6 @@ TASKS = {  # by the file's name and the case
     "a.py no answer": (PYTHON.replace(", str(number + 1)", ""), "a problem of {path} must be a question, an answer"),
     "a.py one argument": (PYTHON.replace("problem, response", "response"), "perhaps `rollout`, it is reward(resp"),
     "a.py own class": (PYTHON.replace("return f", "return lambda: f"), "sample of {path} fails (AttributeError"),
-    "a.py coroutine": (PYTHON.replace("def reward", "async def reward"), "be a plain function, it is a coroutine"),
 }  # fmt: skip
 
 

@@ -65,7 +65,6 @@ RANGES = """[0, 999999] steps
 [1, 2147483647] checkpoint_every num_prompts max_new_tokens num_minibatches micro_batch_tokens max_num_seqs max_kept
 [1, 2147483647] verify_loads max_prompt_tokens eval_every eval_problems
 [16, 2147483647] block_size
-[1, 1024] reward_workers
 [0.01, 2.0] temperature
 [1e-6, 1.0] top_p
 [0.0, 1.0] min_p clip_low

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-from contextlib import redirect_stdout
-from io import StringIO
 
 import pytest
 from helpers import command, config_of, read_json, refusal, rewrite, train_here
@@ -86,25 +84,13 @@ def test_earlier_thoughts_and_empty_messages_may_be_left_out():
         "<turn>user 1<end><turn>assistant <end><turn>user 2<end><turn>assistant <think>b</think>3"]
 
 
-def test_a_text_that_is_lost_beside_a_call_is_refused_after_a_chat_of_the_same_roles():
-    plain, called = (chat("user: 1", "assistant: 2", "user: 3") for _ in range(2))
-    called.messages[1]["tool_calls"] = [{"function": {"name": "add"}}]
-    template = CHATML.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}")
-    with pytest.raises(ValueError, match=LOST + "assistant"):
-        prompts(plain, called, template=template)
-
-
-LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
-
-
 @pytest.mark.parametrize("problem, options, complaint", [
     (chat("system: Add.", "user: 1+1"), {"system_prompt": "x"}, "of line 1 failed: ValueError: system_prompt must not"),
     (chat("system: Add.", "user: 1+1"), {"chat_template": False}, "2 chat messages need a chat template"),
     (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
     (QUESTION, {"chat_template_args": '{"enable_thinking": false}'}, "it has no enable_thinking"),
-    (QUESTION, {"template": STRICT, "system_prompt": "x"}, LOST + "system"),
+    (QUESTION, {"template": STRICT, "system_prompt": "x"}, LOST + r"system; put the text \(of --system-prompt, say\)"),
     (chat("user: 1", "assistant: 2", "tool: 3", "user: 4"), {"template": STRICT}, LOST + "tool"),
-    (QUESTION, {"template": LOOP, "reward_limit_s": 0.2}, "of line 1 failed: TimeoutError: no answer within 0.2 s"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
@@ -117,7 +103,7 @@ def of_lengths(*lengths: int) -> list[Problem]:
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
     task, drop = Task(of_lengths(*range(1, 8)), of_lengths(4), exact_match), Options(overlong_prompts="drop")
-    said = r"^2 of 8 prompts are longer than 5 tokens \(%s\): line 7 has 7; line 6 has 6"
+    said = r"^2 of 8 prompts are longer than 5 tokens \(%s\): line 6 has 6; line 7 has 7"
     with pytest.raises(ValueError, match=said % "--max-prompt-tokens" + "; to leave them out, --overlong-prompts drop"):
         fitting(task, math.inf, 4, Options(max_prompt_tokens=5))
     left = fitting(task, 9, 4, drop)
@@ -130,37 +116,26 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
         assert fitting(task, 6, 4, drop) == task
 
 
-def noticed(template: str | None, problem: Problem = QUESTION, stop: int = 1, **options) -> str:
+@pytest.mark.parametrize("template, options, said", [
+    (None, {}, ""), (CHATML, {"system_prompt": "Be brief."}, ""),
+    (CHATML + "<end>", {}, "1 prompts end with a stop token"),
+    (CHATML, {"stop": 0}, "ends a turn with '<end>', which has no stop token of the model (<pad>)"),
+    (CHATML, {"stop": 0, "chat_template": False}, ""),
+    (CHATML.replace("assistant ", "assistant <think>\n"), {}, "the prompt opens <think>"),
+    (CHATML.replace("assistant ", "assistant <think></think>"), {}, ""),
+    (CHATML, {"problem": chat("user: 1+1", "assistant: 2")}, "1 chats end with an assistant's message"),
+    (CHATML.replace("{{ m.role }}", "{{ m.role if m.role == 'user' else raise_exception('no') }}"), {"stop": 0}, ""),
+    (CHATML, {"model": "M", "lr": 1e-6}, ""),
+    (CHATML, {"model": "M"}, "the learning rate is the toy's, 0.001"),
+])  # fmt: skip
+def test_what_is_often_wrong_with_prompts_is_said_at_the_start(capsys, template, options, said):
+    options = {"problem": QUESTION, "stop": 1} | options
+    problem, stop = options.pop("problem"), options.pop("stop")
     config = config_of(**options)
-    task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt,
-                   chat_template_args=config.data.chat_template_args)  # fmt: skip
-    task.tokenizer.bos_token = "<think>"
-    printed = StringIO()
-    with redirect_stdout(printed):
-        config.extra.notices.install(Run(config, "", task, None, set(), {}, []))
-    return " ".join(line.removeprefix("notice: ") for line in printed.getvalue().splitlines())
-
-
-def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
-    assert noticed(CHATML) == noticed(None) == noticed(DATED) == noticed(CHATML, system_prompt="Be brief.") == ""
-    assert "1 prompts end with a stop token" in noticed(CHATML + "<end>")
-    assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=0)
-    assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
-    assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
-    without = CHATML.replace("<end>", "<end>{{ '\\n' }}").partition("{% if add")[0]
-    assert "no generation prompt (add_generation_prompt): a response must begin with" in noticed(without)
-    assert "add_generation" not in noticed("[{{ messages[0].content }}]{{ (messages[1] | default({})).content }}")
-    assert "add_generation" not in noticed(without, chat_template=False)
-    assert "a response ends with '8', which is no special token" in noticed(None, stop=30)
-    assert "1 questions contain <think>, to which" in noticed("<think>" + CHATML, Problem("<think>a", "", ""))
-    assert noticed(CHATML, Problem("<think>a", "", "")) == ""
-    answered = chat("user: 1+1", "assistant: 2")
-    assert "1 chats end with an assistant's message" in noticed(CHATML, answered)
-    answered.messages[1]["tool_calls"] = [{}]
-    assert "last message alone, not with its tool_calls" in noticed(CHATML, answered)
-    refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
-    assert noticed(refuses) == noticed(CHATML, model="M", lr=1e-6) == noticed(CHATML, model="M", steps=0) == ""
-    assert "the learning rate is the toy's, 0.001" in noticed(CHATML, model="M")
+    task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt)
+    config.extra.notices.install(Run(config, "", task, None, set(), {}, []))
+    printed = capsys.readouterr().out
+    assert said in printed and printed.count("notice: ") == bool(said)
 
 
 @pytest.mark.parametrize("own", [None, DATED])
@@ -185,26 +160,17 @@ def test_the_stop_token_alone_is_cut_off_a_response():
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
-def with_template(good, tmp_path, text: str) -> str:
-    """Options of a run whose model has this chat template; the toy's tokenizer knows digits, + and =."""
-    folder = shutil.copytree(good / "model", tmp_path / "model", dirs_exist_ok=True)
-    (folder / "chat_template.jinja").write_text(text)
-    return f"--model {folder} --out {tmp_path}/run --engine transformers --steps 1 --eval-problems 1"
-
-
 def test_the_first_prompt_is_printed_and_stored_and_a_date_in_the_template_is_found_at_resume(good, tmp_path, capsys):
-    today = "{{ date_string | default('%s') }}={%% for m in messages %%}{{ m.content }}{%% endfor %%}"
-    words = with_template(good, tmp_path, today % "26")
+    folder = shutil.copytree(good / "model", tmp_path / "model")  # its tokenizer knows digits, + and =
+    (folder / "chat_template.jinja").write_text("{{ day | default('26') }}={{ messages[0].content }}")
+    words = f"--model {folder} --out {tmp_path}/run --engine transformers --steps 1 --eval-problems 1"
     train_here(command(good, words))
     first = read_json(tmp_path / "run" / "config.json")["prompts"]["first"]
     assert first.startswith("26=")
     assert f"first prompt: {json.dumps(first)}\n" in capsys.readouterr().out
-
     again = command(good, words + " --resume")
-    train_here([*again, "--chat-template-args", '{"date_string": "26"}'])
+    train_here([*again, "--chat-template-args", '{"day": "26"}'])
     capsys.readouterr()
-    said = refusal([*again, "--chat-template-args", '{"date_string": "27"}'], capsys)
+    said = refusal([*again, "--chat-template-args", '{"day": "27"}'], capsys)
     assert "must keep its prompts: the same questions have other tokens now, such as '" in said
     assert "27=" in said and "26=" in said and "try --chat-template-args" in said
-    with_template(good, tmp_path, today % "27")
-    assert "model and its task, changed are" in refusal(again, capsys)  # the template itself is another file

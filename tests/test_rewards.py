@@ -1,6 +1,7 @@
 """A task file's process: whatever the file's code does is a number or a sentence, and the next call is answered."""
 
 import math
+import re
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ from helpers import ROOT, python, task_of
 from engine_adapter import Rollout
 from tasks import Problem, Task, exact_match
 from tasks.options import Options
-from tasks.problem_files import try_reward
 from tasks.prompts import encode
 from tasks.task_file import TaskFile
 from tasks.toys import toy_tokenizer
@@ -34,7 +34,7 @@ FAILURES = {  # None: the reward is 1
     "collections.deque(itertools.repeat(0), maxlen=0)": "no answer within 0.5 s",  # in C: no signal handler is run
     "os.write(int(sys.argv[1]), b'\\x80\\4')\n while True: pass": "no answer within 0.5 s",  # half a message
     "return math.nan": "it returned nan", "return '1.0'": "it returned '1.0'",
-    "return {'a': 1.0, 'b': None}": "its part b is None, not a finite number",
+    "return {'a': 1.0, 'b': None}": "it returned None, not a finite number",
     "return fractions.Fraction(1)": None, "print('printed'); return 1": None,
     "if os.fork() == 0: sys.exit()\n return 1": None,
 }  # fmt: skip
@@ -60,10 +60,12 @@ def test_a_reward_is_a_number_or_a_sentence_whatever_its_code_does(file, code, m
     assert file.reward(problem, "return 1.0") == 1.0
 
 
-def test_one_process_draws_the_problems_whatever_the_number_that_computes_rewards(file):
-    """Two with the same random state would draw each problem twice, so a task would seem used up too early."""
-    two = TaskFile(file.path, seed=0, limit_s=60, num_processes=2)
-    assert len({two.sample() for _ in range(4)}) == 4
+def test_the_answer_to_a_call_that_was_interrupted_is_not_that_to_the_next_one(file):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        file.reward(Problem("", "", ""), "__import__('time').sleep(1)\n return 1")
+    assert file.reward(Problem("", "", ""), "return 2") == 2
 
 
 ENDS = {  # what the first reward does, and how the run ends
@@ -81,20 +83,10 @@ def test_no_process_of_a_file_outlives_the_run_and_a_signal_does_not_wait_for_re
         import signal
         from tasks.task_file import TaskFile
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-        file = TaskFile("mine.py", 0, 60, num_processes=2)
-        file.grade([(None, ["first", *"later"], [None] * 6)])
+        TaskFile("mine.py", 0, 60).grade([(None, ["first", *"later"], [None] * 6)])
     """
     # It returns when nobody can write to its output any more.
     python("-c", program, folder=tmp_path, status=ENDS[code], PYTHONPATH=str(ROOT))
-
-
-def test_a_process_that_is_started_again_runs_the_text_of_the_digest(tmp_path, loaded):
-    task = loaded("import os\nproblems = [('1', '1'), ('2', '1')]\n"
-                  "def reward(problem, response): return 2 if response else os._exit(3)")  # fmt: skip
-    (tmp_path / "task.py").write_text("")
-    with pytest.raises(ValueError, match="ended with status 3"):
-        task.reward(task.train[0], "")
-    assert task.reward(task.train[0], "x") == 2
 
 
 def test_the_seed_decides_what_a_file_draws_without_rng_and_the_order_of_its_sets(loaded):
@@ -102,19 +94,22 @@ def test_the_seed_decides_what_a_file_draws_without_rng_and_the_order_of_its_set
     assert len({loaded(text, seed).fingerprint for seed in (0, 0, 1)}) == 2
 
 
-def test_modules_beside_a_file_are_part_of_the_fingerprint_and_stay_the_same_in_a_run(tmp_path, loaded):
-    text = "from helper_beside import grade\nproblems = [('1', '1'), ('2', '1')]\ndef reward(*_): return grade()"
-    prints = []
+def test_a_process_that_is_started_again_runs_the_text_of_the_digest_with_the_same_modules(tmp_path, loaded):
+    text, prints = "import os\nfrom beside import grade\nproblems = [('1', '1'), ('2', '1')]\n", set()
+    text += "def reward(problem, response): return grade() if response else os._exit(3)"
     for value in (1, 2):
-        (tmp_path / "helper_beside.py").write_text(f"def grade(): return {value}")
+        (tmp_path / "beside.py").write_text(f"def grade(): return {value}")
         task = loaded(text)
-        prints.append(task.fingerprint)
-        assert task.reward(task.train[0], "") == value
-    (tmp_path / "helper_beside.py").write_text("def grade(): return 33")
-    task.reward.__self__.processes[0].kill()
+        prints.add(task.fingerprint)
+        (tmp_path / "task.py").write_text("")
+        with pytest.raises(ValueError, match="ended with status 3"):
+            task.reward(task.train[0], "")
+        assert task.reward(task.train[0], "x") == value
+    assert len(prints) == 2
+    (tmp_path / "beside.py").write_text("def grade(): return 33")
+    task.reward.__self__.kill()
     with pytest.raises(ValueError, match="what it imports from its folder must stay the same in a run"):
-        task.reward(task.train[0], "")
-    assert prints[0] != prints[1]
+        task.reward(task.train[0], "x")
 
 
 GRADED = """
@@ -148,18 +143,14 @@ def scored(folder, text: str, *responses: str, groups: int = 1, **options) -> li
     task = task_of(folder / "rows.jsonl", reward=str(folder / "mine.py"), **options)
     tokenizer = toy_tokenizer()
     task = encode(tokenizer, task, (2,), Options())
-    try_reward(task)
     rollouts = [Rollout([1], 0, tokenizer(each, add_special_tokens=False)["input_ids"]) for each in responses]
     return task.score(task.train[:1] * groups, rollouts)
 
 
-def test_a_reward_is_a_sum_of_named_parts_or_none_and_a_file_imports_what_lies_beside_it(tmp_path):
-    (tmp_path / "beside.py").write_text("value = 1")
-    text = "from beside import value\n"
-    text += "def reward(problem, response): return {'a': value, 'b': len(response)} if response else None"
+def test_a_reward_is_a_sum_of_named_parts_or_none(tmp_path):
+    text = "def reward(problem, response): return {'a': 1, 'b': len(response)} if response else None"
     rows = scored(tmp_path, text, "12", "")
-    assert [row["reward"] for row in rows] == [3.0, None]
-    assert [row["parts"] for row in rows] == [{"a": 1.0, "b": 2.0}, {}]
+    assert [(row["reward"], row["parts"]) for row in rows] == [(3.0, {"a": 1.0, "b": 2.0}), (None, {})]
 
 
 def test_a_file_that_grades_whole_groups_sees_them(tmp_path):
@@ -169,12 +160,9 @@ def test_a_file_that_grades_whole_groups_sees_them(tmp_path):
 """
     rows = scored(tmp_path, text, "12", "1", "1", "123", groups=2)
     assert [row["reward"] for row in rows] == [0, 1, 1, 0]
-    text = "def rewards(problem, responses): return [1.0]"
-    with pytest.raises(ValueError, match=r"returned 1 rewards for 2 responses.* on .*rows.jsonl, line ., in a trial"):
-        scored(tmp_path, text, "1", "2")
-    text = "def rewards(problem, responses): return {number: 1.0 for number, _ in enumerate(responses)}"
-    with pytest.raises(ValueError, match=r"it returned a dict, not a list of rewards"):  # its list has the keys
-        scored(tmp_path, text, "1", "2")
+    for returned in ("[1.0]", "{1: 1.0, 2: 1.0}"):  # a list of the second has its keys
+        with pytest.raises(ValueError, match=rf"returned {re.escape(returned)}, not a list of 2 rewards.* on .*line"):
+            scored(tmp_path, f"def rewards(problem, responses): return {returned}", "1", "2")
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])  # the second is the default of Python 3.14
@@ -190,24 +178,6 @@ def rewards(problem, responses):
     assert [row["reward"] for row in scored(tmp_path, text, "1", "12", reward_limit_s=30)] == [1, 2]
 
 
-def test_rewards_are_computed_at_the_same_time_each_with_its_limit(tmp_path):
-    text = """import time
-from pathlib import Path
-def reward(problem, response):
-    if response == '5':
-        raise OSError('the judge is away')
-    Path(__file__).with_name(response).touch()
-    while response == '4' or response == '1' and not Path(__file__).with_name('2').exists():
-        time.sleep(0.01)
-    return 1
-"""
-    rows = scored(tmp_path, text, "1", "2", "4", "5", "3", reward_workers=2, reward_limit_s=2,
-                  reward_errors="leave-out")  # fmt: skip
-    assert [row["reward"] for row in rows] == [1, 1, None, None, 1]
-    assert "no answer within 2 s" in rows[2]["error"]
-    assert "judge is away" in rows[3]["error"]
-
-
 def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerprint(tmp_path, loaded):
     text, digests = "problems = [(str(n), '2') for n in range(%s)]\ndef reward(problem, response): return %s", set()
     for value in ("1.0", "2.0 if response == '2' else 1 / 0"):
@@ -215,14 +185,17 @@ def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerpr
         task = loaded(text % ("10, 19", 0.5), eval_task=str(tmp_path / "held_out.py"))
         digests.add(task.fingerprint)
     assert len(digests) == 2
-    task = encode(toy_tokenizer(), task, (2,), Options())
-    for evaluates, reward in ((False, 0.5), (True, 2.0)):
-        rows = task.score(task.held_out[:1], [Rollout([1], 0, [5, 2])], evaluates)
-        assert rows[0]["reward"] == reward
+    task = replace(task, tokenizer=toy_tokenizer(), stop_token_ids=(2,))
+
+    def reward(evaluates, token=5, of_source=None):
+        rollout = Rollout([1], 0, [token, 2], reward=of_source)
+        return task.score(task.held_out[:1], [rollout], evaluates)[0]["reward"]
+
+    assert [reward(False), reward(True)] == [0.5, 2.0]
     with pytest.raises(ValueError, match="a source's `answer` must give no rewards with eval_task"):
-        task.score(task.held_out[:1], [Rollout([1], 0, [5, 2], reward=0.5)], evaluates=True)
-    with pytest.raises(ValueError, match=r"ZeroDivisionError.* on .*held_out.py, problem ., in a trial"):
-        try_reward(task)
+        reward(True, of_source=0.5)
+    with pytest.raises(ValueError, match=r"ZeroDivisionError.* on .*held_out.py, problem .*, response '3'"):
+        reward(True, token=6)
 
 
 def test_a_reward_is_finite_a_tensor_is_a_number_and_nothing_is_graded_where_all_have_a_reward():
@@ -233,9 +206,3 @@ def test_a_reward_is_finite_a_tensor_is_a_number_and_nothing_is_graded_where_all
     assert [type(score(torch.tensor(0.5))), score(2), score(math.nan)] == [float, 2, None]
     with pytest.raises(ValueError, match="a reward must be finite, got inf on s"):
         score(math.inf)
-
-
-def test_a_reward_without_return_is_noticed_before_the_engine_starts(tmp_path, capsys):
-    scored(tmp_path, "def reward(problem, response): problem.answer == response", "1")
-    said = capsys.readouterr().out
-    assert said.count("notice: such responses have no reward and are left out: None on ") == 1

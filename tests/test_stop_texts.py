@@ -14,26 +14,21 @@ TEXT = "Question: What is 7 plus 8?\n\nAnswer: it is 15, né à 東京.\n#### 15
 
 @pytest.mark.parametrize("form", ["gpt2", "llama2", "no text"])
 def test_a_response_ends_with_the_token_that_completes_a_text_however_its_characters_are_cut(form):
+    """Also after tokens without text, and after a byte that is no character."""
     tokenizer, rng, ended = PreTrainedTokenizerFast(tokenizer_object=published(form)), random.Random(0), 0
-    written = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    unk, w, h = tokenizer.convert_tokens_to_ids(["<unk>", "W", "h"])
-    cases = [(("Wh",), [w, *[unk] * 20, h])] if unk is not None else []
-    if "<0xE6>" in (ids := tokenizer.get_vocab()):  # after a byte that is no character a run of bytes has no text
-        cases.append((("\n",), [ids[f"<0x{byte:02X}>"] for byte in b"\xe6" + "你好吗吧\n".encode()]))
-    for case in range(600):
-        ids = rng.choices(range(len(tokenizer)), k=60)
-        if case % 2:
-            ids = written[rng.randrange(len(written)) :]
-        text = rng.choice((TEXT, tokenizer.decode(ids).replace("\ufffd", "") or TEXT))
+    vocabulary, written = range(len(tokenizer)), tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    for case in range(150):
+        start = rng.randrange(len(written))
+        ids = rng.choices(vocabulary, k=60) if case % 2 else written[start : start + 5] + [0] * 9 + written[start:]
+        text = tokenizer.decode(ids).replace("\ufffd", "") or TEXT
         start = rng.randrange(len(text))
-        cases.append(((text[start : start + rng.choice((1, 1, 2, 5, 12))], "never")[: rng.randint(1, 2)], ids))
-    for stops, ids in cases:
-        ends = StopTexts(tokenizer, stops)
-        found = next((n for n in range(1, len(ids) + 1) if ends(Rollout([], None, ids[:n]))), None)
-        texts = (tokenizer.decode(ids[:n]) for n in range(1, len(ids) + 1))
-        assert found == next((n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)), None)
-        ended += found is not None
-    assert ended > 100
+        stops = text[start : start + rng.choice((1, 1, 2, 5, 12))], "never"
+        beginnings = [ids[: n + 1] for n in range(len(ids))]
+        completed = [any(stop in tokenizer.decode(each) for stop in stops) for each in beginnings]
+        ends = [StopTexts(tokenizer, stops)(Rollout([], None, each)) for each in beginnings]
+        assert [*completed, True].index(True) == [*ends, True].index(True)
+        ended += True in ends
+    assert ended > 30
 
 
 @pytest.mark.engine

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from helpers import task_of
 
 from tasks import Problem, Task, exact_match
 from tasks.problem_files import drawn
-from tasks.prompts import time_limit
 from tasks.split import split
 from tasks.toys import addition, digits
 
@@ -35,12 +33,6 @@ def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes
 def test_exact_match():
     responses = "42", " 42\n", "042", "42.", "4 2", ""
     assert [exact_match(Problem("", "42", ""), each) for each in responses] == [1, 1, 0, 0, 0, 0]
-
-
-def test_a_time_limit_ends_with_its_block():
-    with time_limit(0.05):
-        pass
-    time.sleep(0.1)
 
 
 # ------------------------------------------------------------------------------------------------ files

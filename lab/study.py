@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from io import StringIO
 from multiprocessing import get_context, parent_process
@@ -398,17 +398,17 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     with exit_with_message(2):
         options = tyro.cli(Options, args=words, description=__doc__)
-        metrics, crashed = options.metrics, {}
+        crashed = {}
         if options.print is None:
             path, crashed = run_study(options, shlex.join(["python", "-m", "lab.study", *words]))
             print(f"\nwritten to {path}:\n")
-            metrics = metrics or SHOWN
+            options = replace(options, cells=("*",), metrics=options.metrics or SHOWN)
         else:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])
         with stage(f"reading the record {path}"):
             record = read_json(path)
             names = chosen("cells", options.cells, record["cells"])
-            metrics = chosen("metrics", metrics or ["*"], record["columns"])
+            metrics = chosen("metrics", options.metrics or ["*"], record["columns"])
             print(report(record, names, metrics, options.narrow))
     return 1 if crashed else 0
 

@@ -112,8 +112,6 @@ HEAD = "--parity.no-fp32-head"
 V1 = f"{RAW} {RUNTIME} {PAUSE} {HEAD}"
 TOP_P = "--top-p 0.9"
 TRANSFORMERS = "--engine transformers --block-size None"
-RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
-         "+runtime": f"{PAUSE} {HEAD}", "+inflight": HEAD, "parity": ""}
 ALONE = {"processed": RAW, "runtime": RUNTIME, "inflight": PAUSE, "fp32-head": HEAD}
 FAULTS = {f"parity-minus-{name}": words for name, words in ALONE.items()}
 PAIRS = {f"parity-minus-{one}-{other}": f"{ALONE[one]} {ALONE[other]}"
@@ -122,7 +120,8 @@ PARTS = {f"parity-minus-{part}": f"{RUNTIME} --variants {part}"
          for part in ("prefix-cache", "async-scheduling")}
 
 STUDIES = {  # the workload, and the cells
-    "ladder": (LADDER, against("transformers", {"transformers": TRANSFORMERS} | RUNGS)
+    "ladder": (LADDER, against("transformers", {
+                   "transformers": TRANSFORMERS, "v1-defaults": V1, "parity": ""})
                | against("parity", PAIRS | FAULTS | PARTS)
                | against("top-p-transformers", {
                    "top-p-transformers": f"{TRANSFORMERS} {TOP_P}", "top-p": TOP_P,

@@ -36,14 +36,13 @@ from statistics import stdev
 from threading import Thread
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import tyro
 
 import train
 from extras.resume import refuse_another_run
 from lab.cells import METRICS, PANELS, SHOWN, STUDIES, Rows
-from report.curves import over_steps
+from report.curves import draw_figure, over_steps
 from report.errors import (
     MANY,
     end_of_process,
@@ -64,7 +63,7 @@ Errors = dict[str, str]  # of runs, by the name of their folder
 Values = dict[int, Any]  # of a metric, by seed
 GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
-MARK = "finished.json"  # in the folder of a run: its command and commit, written after its end
+MARK = "finished.json"  # in the folder of a run, written after its end: the commit it began with
 # What the process imports that runs are forked from.
 IMPORTED = ["train", "vllm.v1.engine.llm_engine", "matplotlib.figure",
             "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
@@ -127,6 +126,7 @@ class Run(NamedTuple):
     def finished(self) -> bool:
         return (self.folder / MARK).exists()
 
+    @property
     def rows(self) -> Rows:
         return read_rows(self.folder / "metrics.jsonl")
 
@@ -159,7 +159,7 @@ def check_finished(runs: list[Run]) -> None:
     for run in runs:
         if not run.finished:
             continue
-        steps = [row["step"] for row in run.rows()]
+        steps = [row["step"] for row in run.rows]
         if steps != [*range(run.config.steps + 1)]:
             raise ValueError(f"the finished run {run.folder} must have the steps 0 to"
                              f" {run.config.steps} in metrics.jsonl, it has {len(steps)}; delete it"
@@ -247,10 +247,10 @@ def run_study(options: Options, command: str) -> tuple[Path, Errors]:
     path = out / f"{options.study}.json"
     chosen("metrics", options.metrics, METRICS)
     runs = runs_of(options, out)
-    origin = {"command": command}
+    origin = {}
     if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance()
-        origin |= {"commit": now["commit"], "dirty": now["dirty"]}
+        origin = {"commit": now["commit"], "dirty": now["dirty"]}
     jobs = options.jobs or (2 if options.study == "ladder" and not GPU else 1)
     with locked(str(out)):
         check_task(runs[0].config)
@@ -260,34 +260,36 @@ def run_study(options: Options, command: str) -> tuple[Path, Errors]:
         finished = [run for run in runs if run.finished]
         if not finished:
             sys.exit(f"error: no run has finished; the logs are in {out / 'runs'}")
-        record = record_of(options, finished) | {"crashed": crashed}
+        record = {"study": options.study, "command": command, "crashed": crashed}
+        record |= where_from(finished) | figures_of(options.study, finished)
         replace_file(path, json.dumps(record, indent=1))
         draw(finished, path.with_suffix(".png"))
     return path, crashed
 
 
 # ---------------------------------------------------------------------------------- the record
-def record_of(options: Options, runs: list[Run]) -> Record:
-    """Of finished runs: options, seeds and metrics by cell, and where they ran."""
-    workload, studied = STUDIES[options.study]
-    cells, origins = {}, []
+def figures_of(study: str, runs: list[Run]) -> Record:
+    """Of finished runs: options, seeds and metrics by cell."""
+    workload, studied = STUDIES[study]
+    cells = {}
     for run in runs:
-        rows = run.rows()
-        origin = read_json(run.folder / "config.json") | read_json(run.folder / MARK)
-        cell = cells.setdefault(run.cell, studied[run.cell]._asdict() | {
-            "engine": origin["audit"], "seeds": [], "metrics": {name: [] for name in METRICS}})
+        audit = read_json(run.folder / "config.json")["audit"]
+        new = {"engine": audit, "seeds": [], "metrics": {name: [] for name in METRICS}}
+        cell = cells.setdefault(run.cell, studied[run.cell]._asdict() | new)
         cell["seeds"].append(run.config.seed)
-        for name, metric in METRICS.items():
-            cell["metrics"][name].append(metric.measure(rows))
-        origins.append(origin)
-    record = {"study": options.study}
-    for name in ("command", "device", "commit"):
-        record[name] = distinct(origin[name] for origin in origins)
-    record["dirty"] = any(origin["dirty"] for origin in origins)
-    record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
-                          for name in origins[0]["versions"]}
+        for name, values in cell["metrics"].items():
+            values.append(METRICS[name].measure(run.rows))
     columns = {name: (metric.title, metric.form) for name, metric in METRICS.items()}
-    return record | {"workload": workload, "columns": columns, "cells": cells}
+    return {"workload": workload, "columns": columns, "cells": cells}
+
+
+def where_from(runs: list[Run]) -> Record:
+    """Each different device, commit and version of these runs."""
+    origins = [read_json(run.folder / "config.json") | read_json(run.folder / MARK) for run in runs]
+    record = {name: distinct(origin[name] for origin in origins) for name in ("device", "commit")}
+    versions = {name: distinct(origin["versions"][name] for origin in origins)
+                for name in origins[0]["versions"]}
+    return record | {"versions": versions, "dirty": any(origin["dirty"] for origin in origins)}
 
 
 def distinct(values: Iterable[Any]) -> str:
@@ -374,20 +376,14 @@ def report(record: Record, names: list[str], metrics: list[str], narrow: bool) -
 
 # ---------------------------------------------------------------------------------- the picture
 def draw(runs: list[Run], path: Path) -> None:
-    """Mean and range of each cell over its seeds."""
-    tables = {}
-    for run in runs:
-        tables.setdefault(run.cell, []).append(run.rows()[1:])
+    """A line for each run, in the colour of its cell."""
     figure = over_steps(PANELS.values(), 3, (16, 9))
-    for axis, field in zip(figure.axes, PANELS, strict=True):
-        for name, seeds in tables.items():
-            curves = [[row.get(field) for row in rows] for rows in seeds]
-            values = numpy.array(curves, dtype=float)  # (seeds, steps), NaN: None
-            measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
-            values = values[:, measured]
-            axis.plot(measured + 1, values.mean(axis=0), ".-", label=name)
-            axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+    colours = {}
+    for run in runs:
+        label = run.cell if run.cell not in colours else None
+        colour = colours.setdefault(run.cell, f"C{len(colours)}")
+        for axis, name in zip(figure.axes, PANELS, strict=True):
+            draw_figure(axis, run.rows[1:], name, marker=".", color=colour, label=label)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 

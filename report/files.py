@@ -55,29 +55,24 @@ def record_of(
     }
 
 
-def refuse_changes(
-    what: str, now: dict[str, Any], before: dict[str, Any], run: str = "a resumed run"
-) -> None:
+def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
     """Raises: ValueError that names the values which are not as in the run's config.json."""
     now, before = json.loads(json.dumps([now, before]))  # tuples become lists
     changed = sorted(name for name in now.keys() | before.keys()
                      if now.get(name) != before.get(name))
     if changed:
-        raise ValueError(f"{run} must keep its {what}, changed are {', '.join(changed)};"
+        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
                          " try another --out")
 
 
-def refuse_other_prompts(
-    now: dict[str, str], before: dict[str, str], run: str = "a resumed run"
-) -> None:
+def refuse_other_prompts(now: dict[str, str], before: dict[str, str]) -> None:
     """Raises: ValueError if the prompts are not as in the run's config.json."""
     if now == before:
         return
     new, old = now["first"], before["first"]
-    differ = [*map(operator.ne, new, old), True]  # at the end at the latest
-    start = max(0, differ.index(True) - 30)
+    start = max(0, [*map(operator.ne, new, old), True].index(True) - 30)
     there = slice(start, start + 60)
-    raise ValueError(f"{run} must keep its prompts: the same questions have other tokens"
+    raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
                      f" now, such as {new[there]!r} in place of {old[there]!r}. A chat template can"
                      " write the date: try --chat-template-args"
                      ' \'{"date_string": "..."}\', with the name that the template gives it')

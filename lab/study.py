@@ -253,7 +253,8 @@ def run_study(options: Options, command: str) -> tuple[Path, Errors]:
         origin = {"commit": now["commit"], "dirty": now["dirty"]}
     jobs = options.jobs or (2 if options.study == "ladder" and not GPU else 1)
     with locked(str(out)):
-        check_task(runs[0].config)
+        for run in runs[:1]:
+            check_task(run.config)
         check_finished(runs)
         crashed = run_all(runs, jobs, origin)
         check_finished(runs)  # what is compared may have changed

@@ -4,7 +4,6 @@ A cell is a name and options of train.py. They come after the study's workload, 
 """
 
 from collections.abc import Callable
-from itertools import combinations
 from operator import itemgetter
 from statistics import fmean as mean
 from typing import Any, NamedTuple
@@ -111,21 +110,20 @@ PAUSE = "--parity.no-inflight-keep"
 HEAD = "--parity.no-fp32-head"
 V1 = f"{RAW} {RUNTIME} {PAUSE} {HEAD}"
 TOP_P = "--top-p 0.9"
-TRANSFORMERS = "--engine transformers --block-size None"
-ALONE = {"processed": RAW, "runtime": RUNTIME, "inflight": PAUSE, "fp32-head": HEAD}
-FAULTS = {f"parity-minus-{name}": words for name, words in ALONE.items()}
-PAIRS = {f"parity-minus-{one}-{other}": f"{ALONE[one]} {ALONE[other]}"
-         for one, other in combinations(ALONE, 2)}
-PARTS = {f"parity-minus-{part}": f"{RUNTIME} --variants {part}"
-         for part in ("prefix-cache", "async-scheduling")}
+FAULTS = {"parity-minus-processed": RAW, "parity-minus-runtime": RUNTIME,
+          "parity-minus-inflight": PAUSE, "parity-minus-fp32-head": HEAD}
+MORE_FAULTS = {
+    "parity-minus-processed-runtime": f"{RAW} {RUNTIME}",
+    "parity-minus-prefix-cache": f"{RUNTIME} --variants prefix-cache",
+    "parity-minus-async-scheduling": f"{RUNTIME} --variants async-scheduling",
+}
 
 STUDIES = {  # the workload, and the cells
     "ladder": (LADDER, against("transformers", {
-                   "transformers": TRANSFORMERS, "v1-defaults": V1, "parity": ""})
-               | against("parity", PAIRS | FAULTS | PARTS)
-               | against("top-p-transformers", {
-                   "top-p-transformers": f"{TRANSFORMERS} {TOP_P}", "top-p": TOP_P,
-                   "top-p-minus-mask": f"{TOP_P} --parity.no-sampling-mask"})),
+        "transformers": "--engine transformers --block-size None", "v1-defaults": V1, "parity": "",
+    }) | against("parity", FAULTS | MORE_FAULTS) | against("top-p", {
+        "top-p": TOP_P, "top-p-minus-mask": f"{TOP_P} --parity.no-sampling-mask",
+    })),
     # --train-args: a user's model and task, on the defaults of train.py.
     "own": ("", against("parity", {"parity": ""} | FAULTS | {"v1-defaults": V1})),
 }  # fmt: skip

@@ -53,7 +53,7 @@ from report.errors import (
     stage,
     within,
 )
-from report.files import provenance, read_json, read_rows
+from report.files import read_json, read_rows
 from tasks.problem_files import load_task
 from train import Config, Parts, prepare
 from verify.start import prepare_environment
@@ -63,7 +63,7 @@ Errors = dict[str, str]  # of runs, by the name of their folder
 Values = dict[int, Any]  # of a metric, by seed
 GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
-MARK = "finished.json"  # in the folder of a run, written after its end: the commit it began with
+MARK = "finished.json"  # in the folder of a run, made after its end
 # What the process imports that runs are forked from.
 IMPORTED = ["train", "vllm.v1.engine.llm_engine", "matplotlib.figure",
             "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
@@ -177,7 +177,7 @@ def identity_of(config: Config) -> Record:
         return Parts(prepare(config)).identity
 
 
-def execute(run: Run, origin: Record) -> None:
+def execute(run: Run) -> None:
     """In a process of its own, which ends with the study: the run from its beginning, and its mark.
 
     Its output goes to a log.
@@ -191,7 +191,7 @@ def execute(run: Run, origin: Record) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)  # not finished
     with end_of_process():
         train.main(run.words)
-        replace_file(run.folder / MARK, json.dumps(origin))
+        (run.folder / MARK).touch()
 
 
 def _end_with_the_study() -> None:
@@ -200,19 +200,19 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
-def start(run: Run, origin: Record) -> BaseProcess:
+def start(run: Run) -> BaseProcess:
     """Start the run in a process of its own."""
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{run.folder}.log").touch()
     print(f"{run.folder.name} starts; its lines go to {run.folder}.log")
-    process = context.Process(target=execute, args=(run, origin))
+    process = context.Process(target=execute, args=(run,))
     process.start()
     return process
 
 
-def run_all(runs: list[Run], jobs: int, origin: Record) -> Errors:
+def run_all(runs: list[Run], jobs: int) -> Errors:
     """Run what has not finished, `jobs` at a time. Returns the errors of the runs that crashed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
@@ -222,7 +222,7 @@ def run_all(runs: list[Run], jobs: int, origin: Record) -> Errors:
     while pending or running:
         while pending and len(running) < jobs:
             run = pending.pop(0)
-            process = start(run, origin)
+            process = start(run)
             running[process.sentinel] = run.folder, process
         folder, process = running.pop(wait(running)[0])
         process.join()
@@ -247,16 +247,12 @@ def run_study(options: Options, command: str) -> tuple[Path, Errors]:
     path = out / f"{options.study}.json"
     chosen("metrics", options.metrics, METRICS)
     runs = runs_of(options, out)
-    origin = {}
-    if not GPU:  # forked runs have the code of now, fresh ones that of then
-        now = provenance()
-        origin = {"commit": now["commit"], "dirty": now["dirty"]}
     jobs = options.jobs or (2 if options.study == "ladder" and not GPU else 1)
     with locked(str(out)):
         for run in runs[:1]:
             check_task(run.config)
         check_finished(runs)
-        crashed = run_all(runs, jobs, origin)
+        crashed = run_all(runs, jobs)
         check_finished(runs)  # what is compared may have changed
         finished = [run for run in runs if run.finished]
         if not finished:
@@ -286,7 +282,7 @@ def figures_of(study: str, runs: list[Run]) -> Record:
 
 def where_from(runs: list[Run]) -> Record:
     """Each different device, commit and version of these runs."""
-    origins = [read_json(run.folder / "config.json") | read_json(run.folder / MARK) for run in runs]
+    origins = [read_json(run.folder / "config.json") for run in runs]
     record = {name: distinct(origin[name] for origin in origins) for name in ("device", "commit")}
     versions = {name: distinct(origin["versions"][name] for origin in origins)
                 for name in origins[0]["versions"]}

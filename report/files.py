@@ -20,16 +20,17 @@ import torch
 from report.errors import stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
+# COMMIT[-dirty] or nothing. At the import, because the files may change before a run begins.
+DESCRIBED = subprocess.run(
+    "git describe --always --abbrev=40 --exclude='*' --dirty", shell=True, check=False,
+    cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 READABLE = "tensors, numbers, texts, lists and dictionaries alone (--resume reads no others)"
 STEP = f"checkpoints/step_{'[0-9]' * 6}"  # a checkpoint; of an older version with the ending .pt
 
 
 def provenance() -> dict[str, Any]:
     """Versions, commit (None outside a repository), whether tracked files were changed, device."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT[-dirty] or none
-    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False,
-                         capture_output=True, text=True)
-    commit, _, dirty = git.stdout.strip().partition("-")
+    commit, _, dirty = DESCRIBED.partition("-")
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
     versions["python"] = sys.version.split()[0]
     name = f"CPU, {torch.get_num_threads()} threads"

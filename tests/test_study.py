@@ -28,7 +28,7 @@ def write_run(root: Path, out: Path, name: str, seed: int) -> Path:
     record |= identity_of(replace(run.config, steps=0)) | {"config": run.config.flat()}
     (run.folder / "config.json").write_text(json.dumps(record))
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
-    (run.folder / MARK).write_text(json.dumps({"commit": "of the study"}))
+    (run.folder / MARK).touch()
     return run.folder
 
 
@@ -89,7 +89,7 @@ def test_a_record_has_the_runs_that_are_named_and_its_table_what_they_have_measu
     assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"parity": [1, 0], "transformers": [1, 0]}
     metrics = record["cells"]["parity"]["metrics"]
     assert (metrics["eval_reward"], metrics["eval_trainer_alone"]) == ([0.5, 0.5], [None, None])
-    assert [record[name] for name in ("device", "commit", "dirty", "crashed")] == ["a CPU", "of the study", False, {}]
+    assert [record[name] for name in ("device", "commit", "dirty", "crashed")] == ["a CPU", "abc", False, {}]
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
     assert main(f"mine --narrow --metrics reward --print {tmp_path}/ladder.json".split()) == 0
     narrow = capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_a_paired_difference_has_the_interval_of_students_t():
 
 def test_metrics_skip_steps_without_a_value():
     rewards = [{"reward": float(step)} for step in range(10)]
-    assert METRICS["reward"].measure([{}, *rewards, {}]) == 7.0  # of steps 5 to 9
+    assert METRICS["reward"].measure([{}, *rewards, {"reward": None}]) == 7.0  # of steps 5 to 9
     assert METRICS["eval_trainer_alone"].measure(rewards) is None
     for verdicts, named in ((["head: a", "parity", "cache: b", "head: a"], "head: a; cache: b"), (["x", "y"], "y")):
         assert METRICS["probe"].measure([{"probe": verdict} for verdict in verdicts]) == named

@@ -18,6 +18,11 @@ PYTEST = OMP_NUM_THREADS=$(THREADS) $(VENV)/bin/python -m pytest tests -n $(WORK
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask
 
+# All prompts begin with the same KV block.
+REAL = --model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py --reward-limit-s 60 --dtype bfloat16 \
+	--num-prompts 8 --max-new-tokens 16 --lr 2e-5 --inflight-groups 4 --max-num-seqs 64 --block-size 32 \
+	--eval-every 20 --eval-problems 44 --eval-samples 4 --eval-trainer-alone --checkpoint-every 1000000
+
 .PHONY: setup train test test-gpu-path check ablate real
 setup: $(if $(filter .venv,$(VENV)),.venv/.ready,$(VENV)/bin/python)
 
@@ -48,14 +53,15 @@ check: setup
 
 # Each fix switched off alone, on a job where every switch shows: three minutes on two cores.
 ablate: setup
-	$(VENV)/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
+	$(VENV)/bin/python -m lab.study ladder --out $(OUT) --steps 6 --seeds 0 1 2 --cells $(SWITCHES) \
 		--train-args="--eval-problems 64 --no-eval-trainer-alone --probe-every 1" \
 		--metrics mismatch_current backend_clip eval_agree wasted reward probe --narrow $(ARGS)
 
 # SmolLM2-135M-Instruct (weights rounded to 4 bits) learns to add. pip needs a C compiler for one of the packages.
 real: setup $(if $(filter .venv,$(VENV)),.venv/.ready-real)
 	$(VENV)/bin/python -m examples.smollm2
-	$(VENV)/bin/python -m lab.study real --cells parity+three --seeds 0 --out $(OUT) $(ARGS)
+	$(VENV)/bin/python -m lab.study own --cells parity --steps 20 --out $(OUT) --train-args="$(REAL)" \
+		--metrics eval_greedy_before eval_greedy eval_trainer_alone mismatch_current reward --narrow $(ARGS)
 
 .venv/.ready-real: .venv/.ready examples/requirements-real.txt
 	@.venv/bin/python -c 'import os, sysconfig as s; os.stat(s.get_path("include", "posix_prefix") + "/Python.h")' 2>/dev/null && \

@@ -13,8 +13,7 @@ from report.files import (
     read_checkpoint,
     read_json,
     read_rows,
-    refuse_changes,
-    refuse_other_prompts,
+    refuse_another_run,
 )
 from tasks.job import teach_toy
 
@@ -46,7 +45,7 @@ def find_newest(run: Any) -> None:
     state = read_checkpoint(checkpoint)
     step = state["step"]
     with stage(f"going on from {checkpoint}"):
-        refuse_another_run(run, state["run"])
+        refuse_another_run(run.config, run.identity, state["run"])
     if step > run.config.steps:
         raise ValueError(f"steps must be at least {step}, the checkpoint's, got {run.config.steps}")
     run.checkpoint = state | {"folder": checkpoint}
@@ -62,7 +61,7 @@ def newest_checkpoint(run: Any) -> Path | None:
     folders, record = checkpoints(run.out), run.out / "config.json"
     if not folders and not record.exists():
         return None
-    refuse_another_run(run, read_json(record))
+    refuse_another_run(run.config, run.identity, read_json(record))
     if folders:
         return folders[-1]
     # At most step 0 and the steps up to the first checkpoint.
@@ -73,29 +72,6 @@ def newest_checkpoint(run: Any) -> Path | None:
                          " --out")
     return None
 
-
-def refuse_another_run(run: Any, earlier: dict[str, Any]) -> None:
-    """`earlier`: the record or a checkpoint of the run to be resumed. Raises: ValueError."""
-    config = run.config
-    free = config.flat().keys() - config.experiment.keys()
-    before = config.defaults() | earlier["config"]  # an option can be younger than the run
-    refuse_other_rates(config, before)
-    before = {name: value for name, value in before.items() if name not in free}
-    refuse_changes("options", config.experiment, before)
-    refuse_changes("model and its task", run.identity["files"], earlier["files"])
-    refuse_other_prompts(run.identity["prompts"], earlier["prompts"])
-
-
-def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
-    """Raises: ValueError if the run to be resumed has other learning rates at its steps."""
-    now = config.steps, config.lr_decay
-    then = before["steps"], before["lr_decay"]
-    if now != then and "linear" in (config.lr_decay, before["lr_decay"]):
-        raise ValueError(
-            f"steps and lr_decay must stay {then} (the rate of each step depends on both, and a"
-            f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy, or"
-            " a folder in checkpoints/ of an unfinished run, and another --out (optimizer and KL"
-            " reference start anew)")
 
 
 def go_on(trainer: Any, record: dict[str, Any]) -> None:

@@ -28,6 +28,12 @@ def over_steps(titles: Collection[str], columns: int, size: tuple[float, float])
     return figure
 
 
+def draw_figure(axis: Any, rows: list[dict[str, Any]], name: str, **style: Any) -> None:
+    """The figure of this name, at the steps that have it."""
+    measured = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+    axis.plot(list(measured), list(measured.values()), **style)
+
+
 def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
     """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
     if not metrics["step"] or "eval_reward" not in metrics:
@@ -36,8 +42,7 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
     figure = over_steps(PANELS, 4, (17, 7))
     for axis, names in zip(figure.axes, PANELS.values(), strict=True):
         for name in names:
-            measured = {row["step"]: row[name] for row in rows if row.get(name) is not None}
             marker = "o" if name.startswith("eval_") else ""
-            axis.plot(list(measured), list(measured.values()), marker=marker, label=name)
+            draw_figure(axis, rows, name, marker=marker, label=name)
         axis.legend(fontsize=8)
     figure.savefig(out / "curves.png", dpi=110)

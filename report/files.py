@@ -20,16 +20,17 @@ import torch
 from report.errors import stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
+# COMMIT[-dirty] or nothing. At the import, because the files may change before a run begins.
+DESCRIBED = subprocess.run(
+    "git describe --always --abbrev=40 --exclude='*' --dirty", shell=True, check=False,
+    cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 READABLE = "tensors, numbers, texts, lists and dictionaries alone (--resume reads no others)"
 STEP = f"checkpoints/step_{'[0-9]' * 6}"  # a checkpoint; of an older version with the ending .pt
 
 
 def provenance() -> dict[str, Any]:
     """Versions, commit (None outside a repository), whether tracked files were changed, device."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT[-dirty] or none
-    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False,
-                         capture_output=True, text=True)
-    commit, _, dirty = git.stdout.strip().partition("-")
+    commit, _, dirty = DESCRIBED.partition("-")
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
     versions["python"] = sys.version.split()[0]
     name = f"CPU, {torch.get_num_threads()} threads"
@@ -53,29 +54,51 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
     }
 
 
-def refuse_changes(
-    what: str, now: dict[str, Any], before: dict[str, Any], run: str = "a resumed run"
+def refuse_another_run(
+    config: Any, identity: dict[str, Any], earlier: dict[str, Any]
 ) -> None:
+    """`earlier`: the record or a checkpoint of a run. Raises: ValueError if one of these options
+    and this `identity` is another one.
+    """
+    free = config.flat().keys() - config.experiment.keys()
+    before = config.defaults() | earlier["config"]  # an option can be younger than the run
+    refuse_other_rates(config, before)
+    before = {name: value for name, value in before.items() if name not in free}
+    refuse_changes("options", config.experiment, before)
+    refuse_changes("model and its task", identity["files"], earlier["files"])
+    refuse_other_prompts(identity["prompts"], earlier["prompts"])
+
+
+def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
+    """Raises: ValueError if the run to be resumed has other learning rates at its steps."""
+    now = config.steps, config.lr_decay
+    then = before["steps"], before["lr_decay"]
+    if now != then and "linear" in (config.lr_decay, before["lr_decay"]):
+        raise ValueError(
+            f"steps and lr_decay must stay {then} (the rate of each step depends on both, and a"
+            f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy, or"
+            " a folder in checkpoints/ of an unfinished run, and another --out (optimizer and KL"
+            " reference start anew)")
+
+
+def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
     """Raises: ValueError that names the values which are not as in the run's config.json."""
     now, before = json.loads(json.dumps([now, before]))  # tuples become lists
     changed = sorted(name for name in now.keys() | before.keys()
                      if now.get(name) != before.get(name))
     if changed:
-        raise ValueError(f"{run} must keep its {what}, changed are {', '.join(changed)};"
+        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
                          " try another --out")
 
 
-def refuse_other_prompts(
-    now: dict[str, str], before: dict[str, str], run: str = "a resumed run"
-) -> None:
+def refuse_other_prompts(now: dict[str, str], before: dict[str, str]) -> None:
     """Raises: ValueError if the prompts are not as in the run's config.json."""
     if now == before:
         return
     new, old = now["first"], before["first"]
-    differ = [*map(operator.ne, new, old), True]  # at the end at the latest
-    start = max(0, differ.index(True) - 30)
+    start = max(0, [*map(operator.ne, new, old), True].index(True) - 30)
     there = slice(start, start + 60)
-    raise ValueError(f"{run} must keep its prompts: the same questions have other tokens"
+    raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
                      f" now, such as {new[there]!r} in place of {old[there]!r}. A chat template can"
                      " write the date: try --chat-template-args"
                      ' \'{"date_string": "..."}\', with the name that the template gives it')

@@ -12,10 +12,6 @@ STEP = (
     " | flat {flat_frac:4.0%} | mismatch {current_mismatch_abs_mean:7.1e} | clip {clip_rate:5.1%}"
     " backend {backend_clip_rate:5.1%} | entropy {entropy:.2f} | gnorm {grad_norm:.2f} lr {lr:.1e}"
     " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left:.1f} min left")
-# A second line, at evaluations.
-SPEED = (
-    "    step {step_s:.2f} s: generate {generate_s:.2f} old_logprobs {old_logprobs_s:.2f} update"
-    " {update_s:.2f} sync {sync_s:.2f} | {tokens_s:.0f} sampled tokens/s | peak {peak:.1f} GiB")
 # What the line also says if a step has this figure. A count of 0 is not said.
 ENDINGS = {
     "kl_ref": " | kl_ref {kl_ref:.1e} max {kl_ref_max:.1e}",
@@ -63,10 +59,6 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
 def log(run: Any, figures: dict[str, Any]) -> None:
     """One line to the terminal, and the reports."""
     print(log_line(figures, run.config.steps, run.endings))
-    if "eval_reward" in figures and figures["step"]:
-        peak = max(figures["generate_gib"], figures["update_gib"])
-        tokens_s = figures["tokens"] / figures["generate_s"]
-        print(SPEED.format(**figures, peak=peak, tokens_s=tokens_s))
     report(run.reports, figures)
 
 

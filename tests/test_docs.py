@@ -85,10 +85,8 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
     for command in lines:
         if not re.match(r" *(\S*python3? (?!3)|make |train\.py -|lab\.study )", command):
             continue
-        program, *words = shlex.split(re.sub(r"^ *\S*python3? ", "", re.sub(r"\bS\b", "0", command)))
-        if program == "-m":
-            program, *words = words
-        name = program.removesuffix(".py")
+        name, *words = shlex.split(re.sub(r"^ *\S*python3? (-m )?", "", re.sub(r"\bS\b", "0", command)))
+        name = name.removesuffix(".py")
         if name == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M), command
         elif name == "probe":
@@ -116,10 +114,9 @@ def test_each_option_exists():
     helps = [tyro.extras.get_parser(kind).format_help() for kind in (*PROGRAMS.values(), *PROBE.values())]
     files = ROOT / "grpo.py", ROOT / "verify" / "parity.py", *ROOT.glob("examples/*.py"), *ROOT.glob("examples/forks/*")
     sources = [file.read_text().replace("_", "-") for file in files]
-    known = set(re.findall(r"[a-z][\w.-]*", " ".join(helps + sources)))
-    for page in PAGES:
-        flags = set(re.findall(r"--(?:no-)?([a-z][\w.-]*\w)", read(page)))
-        assert {flag for flag in flags - known if not flag.startswith(OF_OTHERS)} == set(), page
+    flags = re.findall(r"--(?:no-)?([a-z][\w.-]*\w)", " ".join(map(read, PAGES)))
+    unknown = {*flags} - {*re.findall(r"[a-z][\w.-]*", " ".join(helps + sources))}
+    assert {flag for flag in unknown if not flag.startswith(OF_OTHERS)} == set()
 
 
 def test_the_examples_of_an_own_job_run(tmp_path):

@@ -34,11 +34,9 @@ def measured(source: str | list) -> tuple[dict, dict]:
         record, *keys = source
         return {0: reduce(getitem, keys, read(record))}, {}
     record, cell, metric, *reference = source.split()
-    ours = by_seed(read(record)["cells"][cell], metric)
-    if not reference:  # CELL, or RECORD:CELL
-        return ours, {}
-    other, _, base = reference[0].rpartition(":")
-    return ours, by_seed(read(other or record)["cells"][base], metric)
+    other, _, base = "".join(reference).rpartition(":")  # CELL, or RECORD:CELL
+    theirs = by_seed(read(other or record)["cells"][base], metric) if base else {}
+    return by_seed(read(record)["cells"][cell], metric), theirs
 
 
 def computed(text: str, source: str | list) -> str:

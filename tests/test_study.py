@@ -1,11 +1,11 @@
-"""lab.study: whose runs count, what the table says of them, and real runs that crash, are killed and go on."""
+"""lab.study: which runs a record has, what its table says, and real runs that crash, are killed and go on."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 
@@ -14,48 +14,41 @@ import pytest
 from helpers import PYTHON, ROOT, read_json, refusal, rewrite
 
 from lab.cells import METRICS, STUDIES
-from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, job_of, main, paired, text_of
-from train import Config
+from lab.study import MARK, RECORDS, Options, identity_of, main, paired, runs_of, text_of
 
-STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
-         {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]  # fmt: skip
+STEPS = [{"step": 0, "eval_reward_greedy": 0.1}, {"step": 1, "reward": 0.25, "eval_reward": 0.5}]
 
 
-def job_in(root: Path, task: str = "task.jsonl") -> str:
-    return f"--model {root}/model --task {root}/{task}"
-
-
-def write_run(out: Path, name: str, seed: int, job: str) -> Path:
+def write_run(root: Path, out: Path, name: str, seed: int) -> Path:
     """A finished run of the ladder, as train.py and the study leave it."""
-    run = Plan(Options("ladder", out=str(out), steps=1, train_args=job)).run(name, seed)
+    job = f"--model {root}/model --task {root}/task.jsonl"
+    run, = runs_of(Options("ladder", cells=(name,), seeds=(seed,), steps=1, train_args=job), out)
     run.folder.mkdir(parents=True)
-    files, prompts, _ = run.job
-    config = {"device": "a CPU", "commit": "abc", "dirty": False, "versions": {"torch": "1"}, "audit": {},
-              "files": files, "prompts": prompts}
-    (run.folder / "config.json").write_text(json.dumps(config))
+    record = {"device": "a CPU", "commit": "abc", "dirty": False, "versions": {"torch": "1"}, "audit": {}}
+    record |= identity_of(replace(run.config, steps=0)) | {"config": run.config.flat()}
+    (run.folder / "config.json").write_text(json.dumps(record))
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
-    mark = {"command": f"study of {name}", "commit": "of the study", "options": run.options}
-    (run.folder / MARK).write_text(json.dumps(mark))
+    (run.folder / MARK).touch()
     return run.folder
 
 
-# ------------------------------------------------------------------------------------------------ whose runs count
-def test_a_run_of_other_options_is_named_and_stays_as_it_is(good, tmp_path, capsys):
-    folder = write_run(tmp_path, "parity", 0, job_in(good))
-    mark = folder / MARK
-    mark.write_text(mark.read_text().replace('"lr": ', '"gone": 1, "lr": '))  # an option of an earlier version
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    words = ["ladder", "--out", str(tmp_path), "--steps", "1", f"--train-args={job_in(good)} --lr 1e-4"]
-    assert f"the finished run {folder} must keep its options, changed are gone, lr; try" in refusal(words, capsys, main)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+def words_of(root: Path, out: Path, more: str) -> list[str]:
+    return [*f"ladder --steps 1 --out {out} {more}".split(),
+            f"--train-args=--model {root}/model --task {root}/task.jsonl"]  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------------------ which runs
 def cut(path: Path) -> None:
     path.write_text(path.read_text().rpartition("\n")[0])
 
 
+def change_options(path: Path) -> None:
+    path.write_text(path.read_text().replace('"lr": ', '"gone": 1, "lr": 1'))
+
+
 # What is done to a root with a model, a task and a finished run, and what is said of the run.
 OTHERS = {
+    "options": (lambda _, run: change_options(run / "config.json"), "its options, changed are gone, lr; try"),
     "rows": (lambda root, _: cut(root / "task.jsonl"), "model and its task, changed are {root}/task.jsonl; try"),
     "model": (lambda root, _: rewrite("generation_config.json", top_k=1)(root / "model"),
               "model and its task, changed are {root}/model/generation_config.json; try"),
@@ -67,59 +60,47 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_finished_run_of_other_files_or_without_a_row_is_named_before_another_one_starts(
+def test_a_finished_run_of_another_job_or_without_a_row_is_named_before_another_one_starts(
         good, tmp_path, kind, capsys):
     root, (spoil, complaint) = shutil.copytree(good, tmp_path / "root"), OTHERS[kind]
-    folder = write_run(tmp_path, "parity", 0, job_in(root))
+    folder = write_run(root, tmp_path, "parity", 0)
     spoil(root, folder)
-    job_of.cache_clear()
-    words = f"ladder --cells parity --seeds 0 1 --steps 1 --out {tmp_path}".split()
-    said = refusal([*words, f"--train-args={job_in(root)}"], capsys, main)
-    assert re.search(f"the finished run {folder} must (keep its|have) {re.escape(complaint.format(root=root))}", said)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said = refusal(words_of(root, tmp_path, "--cells parity --seeds 0 1"), capsys, main)
+    assert f"the finished run {folder} " in said
+    assert complaint.format(root=root) in said
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert [*tmp_path.glob("runs/*")] == [folder]
 
 
-def test_of_a_task_that_draws_from_its_own_generator_nothing_is_called_paired(good, tmp_path, capsys):
+def test_a_task_that_draws_from_its_own_generator_is_refused(good, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(f"import random\n{PYTHON.replace('rng.', 'random.Random().')}")
-    job = f"--model {good}/model --task {tmp_path}/mine.py"
-    for name in ("parity", "transformers"):
-        write_run(tmp_path, name, 0, job)
-    job_of.cache_clear()  # this call draws others
-    words = [*f"ladder --cells parity --seeds 0 --steps 1 --out {tmp_path}".split(), f"--train-args={job}"]
-    assert main(words) == 0
-    assert "95 % interval. The task draws other problems in each run, so nothing is paired." in capsys.readouterr().out
-    folder, weights = tmp_path / "runs/parity-seed0", f"{good}/model/model.safetensors"
-    rewrite("config.json", files=read_json(folder / "config.json")["files"] | {weights: "others"})(folder)
-    assert f"changed are {weights}; try" in refusal(words, capsys, main)
+    words = ["ladder", "--out", str(tmp_path), f"--train-args=--model {good}/model --task {tmp_path}/mine.py"]
+    assert f"the same problems in each run, {tmp_path}/mine.py draws others; try" in refusal(words, capsys, main)
 
 
-def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(good, tmp_path, capsys):
-    for name, seed in (("parity", 0), ("parity", 1), ("transformers", 1), ("transformers", 4)):
-        shutil.copytree(write_run(tmp_path, name, seed, job_in(good)), tmp_path / f"runs/{name}-seed{seed} (copy)")
-    (write_run(tmp_path, "lora", 0, job_in(good)) / MARK).unlink()  # begun, not finished
-    words = f"ladder --out {tmp_path} --cells parity --seeds 0 1 --metrics reward eval_trainer_alone tokens_s".split()
-    words += ["--steps", "1", f"--train-args={job_in(good)}"]
+def test_a_record_has_the_runs_that_are_named_and_its_table_what_they_have_measured(good, tmp_path, capsys):
+    for name, seed in (("parity", 0), ("parity", 1), ("transformers", 0), ("transformers", 1), ("parity", 2)):
+        write_run(good, tmp_path, name, seed)
+    words = words_of(good, tmp_path, "--cells parity trans* --seeds 1 0 1 --metrics reward eval_trainer_alone")
     assert main(words) == 0
-    table = capsys.readouterr().out
+    assert "| parity | 2 | transformers | 0.25 (0.25 to 0.25); +0.00 ± 0.00 |\n" in capsys.readouterr().out
     record = read_json(tmp_path / "ladder.json")
-    assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"transformers": [1, 4], "parity": [0, 1]}
+    assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"parity": [1, 0], "transformers": [1, 0]}
     metrics = record["cells"]["parity"]["metrics"]
-    assert (metrics["reward"], metrics["eval_trainer_alone"]) == ([0.25, 0.25], [None, None])
-    assert record["cells"]["parity"]["curves"] == {"reward": [[0.25], [0.25]]}  # in a picture all have values
-    assert [record[name] for name in ("command", "commit", "crashed")] == [
-        "study of transformers, study of parity", "of the study", {}]
-    assert "| parity | 2 | transformers | 0.25 (0.25 to 0.25); +0.00 |" in table
-    assert "held out, trainer alone" not in table and "nothing is paired" not in table
-    assert "\n| transformers |" not in table  # it was not asked for
+    assert (metrics["eval_reward"], metrics["eval_trainer_alone"]) == ([0.5, 0.5], [None, None])
+    assert [record[name] for name in ("device", "commit", "dirty", "crashed")] == ["a CPU", "abc", False, {}]
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
-    assert main([*words, "--narrow"]) == 0
-    assert "| cell   | seeds | baseline     | reward | tokens_s |" in (narrow := capsys.readouterr().out)
-    assert "| parity | 2     | transformers | 0.25   | 3        |" in narrow
+    assert main(f"mine --narrow --metrics reward --print {tmp_path}/ladder.json".split()) == 0
+    narrow = capsys.readouterr().out
+    assert "\n\nreward: reward, last 5 steps\n\n| cell         | seeds | baseline     | reward |\n" in narrow
+    assert "\n| parity       | 2     | transformers | 0.25   |\n" in narrow
 
 
 @pytest.mark.parametrize("words, complaint", [
-    (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; there are transformers,"),
-    (["gpu"], "one of ladder, real, own (others are in the commit of their record, gpu and bench in 4d0d4e9), got gpu"),
+    (["ladder", "--cells", "v2"], "cells must be names or patterns of transformers, v1-defaults,"),
+    (["ladder", "--metrics", "step_s"], "metrics must be names or patterns of reward, eval_reward,"),
+    (["real"], "one of ladder, own (others are in the commit of their record, gpu and bench in 4d0d4e9), got real"),
     (["ladder", "--print", "docs/records/claims.json"], "reading the record docs/records/claims.json failed: KeyError"),
 ])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsys):
@@ -128,61 +109,40 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsy
 
 # ------------------------------------------------------------------------------------------------ the cells
 @pytest.mark.parametrize("name", STUDIES)
-def test_each_cell_differs_from_its_baseline_and_train_accepts_every_option(name):
-    """A cell whose words other cells have too is not parsed again."""
-    plan, parsed = Plan(Options(name)), set()
-    for each, cell in plan.study.cells.items():
-        assert cell.baseline == each or cell.options != plan.study.cells[cell.baseline].options
-        words = set(cell.options.split())
-        if not words <= parsed:
-            assert plan.run(each, 0).config.steps > 1
-            parsed |= words
-
-
-def test_ones_own_ablation_begins_from_the_defaults_of_train(tmp_path):
-    run = Plan(Options("own", out=str(tmp_path), train_args="--model M --lr 1e-6")).run("v1-defaults", 0)
-    off = dict.fromkeys(run.config.parity.off(), False)
-    changed = {"model": "M", "lr": 1e-6, "out": str(run.folder), "parity": Config().flat()["parity"] | off}
-    assert run.config.flat() == Config().flat() | changed
-    assert len(off) == 4
+def test_each_cell_differs_from_all_others_and_train_accepts_its_options(name, tmp_path):
+    runs, (_, cells) = runs_of(Options(name), tmp_path), STUDIES[name]
+    assert len({repr(run.config.experiment) for run in runs}) == len(cells)
+    assert {cell.baseline for cell in cells.values()} <= cells.keys()
 
 
 # ------------------------------------------------------------------------------------------------ the table
 def test_a_paired_difference_has_the_interval_of_students_t():
     ours, theirs = {0: 1.0, 1: 3.0, 2: 5.0, 9: 100.0}, {0: 0.0, 1: 1.0, 2: 2.0, 8: -100.0}
-    assert paired(ours, theirs) == (2.0, pytest.approx(4.303 / sqrt(3)))  # of 1, 2 and 3
+    assert text_of(".2f", ours, theirs) == "27.25 (1.00 to 100.00); +2.00 ± 2.48"  # 4.303 / sqrt(3), of 1, 2 and 3
     assert paired({0: 3.0}, theirs) == (3.0, None)
     assert paired({7: 3.0}, theirs) == (None, None)
     many = {seed: float(seed % 2) for seed in range(30)}
-    assert paired(many, dict.fromkeys(many, 0.0))[1] == pytest.approx(2.262 * sqrt(0.25 * 30 / 29) / sqrt(30))
-    assert text_of(METRICS["reward"], ours, theirs) == "27.25 (1.00 to 100.00); +2.00 ± 2.48"
+    assert paired(many, dict.fromkeys(many, 0.0))[1] == pytest.approx(2.262 * sqrt(0.25 / 29))
 
 
 def test_metrics_skip_steps_without_a_value():
     rewards = [{"reward": float(step)} for step in range(10)]
-    assert METRICS["reward"].measure(rewards) == 7.0  # of steps 5 to 9
-    assert METRICS["mismatch_max"].measure([{"mismatch_max": 1.0}, {}, {"mismatch_max": 3.0}]) == 3.0
+    assert METRICS["reward"].measure([{}, *rewards, {"reward": None}]) == 7.0  # of steps 5 to 9
     assert METRICS["eval_trainer_alone"].measure(rewards) is None
-    assert METRICS["tokens_s"].measure(STEPS) == 3.0
-    times = [{"update_s": 9.0}] * 2 + [{"update_s": 4.0}, {}]
-    assert METRICS["update_s"].measure(times) == 4.0
+    for verdicts, named in ((["head: a", "parity", "cache: b", "head: a"], "head: a; cache: b"), (["x", "y"], "y")):
+        assert METRICS["probe"].measure([{"probe": verdict} for verdict in verdicts]) == named
 
 
-STORED = sorted(path for path in RECORDS.glob("*.json") if "study" in read_json(path))
-
-
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
-def test_a_stored_record_is_printed_whole(path, capsys):
-    """Also if its study is gone; then with the columns that it has."""
-    record = read_json(path)
-    assert main([path.stem, "--print"]) == 0
-    printed = capsys.readouterr().out
-    for name, cell in record["cells"].items():
-        assert f"| {name} | {len(cell['seeds'])} | " in printed
-        if record["study"] not in STUDIES:
-            columns = record.get("columns") or {each: [described(record, each).title] for each in cell["metrics"]}
-            measured = [title for each, (title, *_) in columns.items() if by_seed(cell, each)]
-            assert [title for title in measured if f"| {title} |" not in printed] == []
+def test_each_stored_record_is_printed_whole(capsys):
+    """Also if its study is gone."""
+    for path in RECORDS.glob("*.json"):
+        record = read_json(path)
+        if "study" in record:
+            assert main([path.stem, "--print"]) == 0
+            printed = capsys.readouterr().out
+            cells = [f"| {name} | {len(cell['seeds'])} | " for name, cell in record["cells"].items()]
+            titles = [f"| {title} |" for title, _ in record["columns"].values()]
+            assert [text for text in cells + titles if text not in printed] == [], path
 
 
 # ------------------------------------------------------------------------------------------------ real runs
@@ -190,11 +150,11 @@ def test_a_stored_record_is_printed_whole(path, capsys):
 def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_not_finished(tmp_path, good, capsys):
     size = "--num-prompts 4 --group-size 4 --inflight-groups 2 --eval-problems 2 --dtype float32"
     runs = tmp_path / "out" / "runs"
-    small = [*f"ladder --cells parity v1-defaults --seeds 0 --jobs 1 --out {runs.parent}".split(),
-             f"--train-args=--model {good}/model --task {good}/task.jsonl {size} --no-eval-trainer-alone"]  # fmt: skip
+    small = words_of(good, runs.parent, "--cells v1-defaults parity --jobs 1")
+    small[-1] += f" {size} --no-eval-trainer-alone"
     log, crashing = runs / "v1-defaults-seed0.log", runs / "parity-seed0"
-    program = [sys.executable, "-m", "lab.study", *small, "--steps", "1000"]
-    with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
+    with subprocess.Popen([sys.executable, "-m", "lab.study", *small, "--steps", "1000"], cwd=ROOT,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:  # fmt: skip
         while not log.exists() or "step   1/" not in log.read_text():
             assert study.poll() is None
             time.sleep(0.1)
@@ -212,6 +172,7 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     assert "    fp32_head is WITHOUT EFFECT: the model's dtype is float32" in printed
     assert "[1/2] v1-defaults-seed0: finished" in printed
     assert "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed
+    assert "**Crashed**\n\n- parity-seed0: exit status 2" in printed
     record = read_json(runs.parent / "ladder.json")
     assert set(record["cells"]) == {"v1-defaults"}
     assert set(record["crashed"]) == {"parity-seed0"}

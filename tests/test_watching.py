@@ -14,23 +14,19 @@ ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
 def test_curves_are_drawn_at_an_evaluation(good, tmp_path, capsys, monkeypatch):
     """Evaluations are before the first step, after each second one, and after the last."""
-    save, drawn, out = Figure.savefig, [], tmp_path / "run"
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **named: (
-        save(figure, *given, **named), drawn.append(figure)))  # fmt: skip
+    drawn, out = [], tmp_path / "run"
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append((figure, path)))
     train(built(good, out, eval_problems=4, max_new_tokens=6, eval_every=2, steps=3, task=str(good / "task.py"),
                 group_size=8, temperature=2.0, objective="gspo", num_minibatches=1))  # fmt: skip
     table = rows(out)
     assert ["eval_reward" in row for row in table] == [True, False, True, True]
-    assert len(drawn) == 2  # that before the first has no curve
-    assert (out / "curves.png").exists()
-    for line in (line for axis in drawn[-1].axes for line in axis.lines):
+    assert [path for _, path in drawn] == 2 * [out / "curves.png"]  # that before the first has no curve
+    for line in (line for axis in drawn[-1][0].axes for line in axis.lines):
         points = [(row["step"], row[line.get_label()]) for row in table if row.get(line.get_label()) is not None]
         assert [*zip(*line.get_data(), strict=True)] == points
     said = capsys.readouterr().out.splitlines()
-    speed = f"    step {table[3]['step_s']:.2f} s: generate {table[3]['generate_s']:.2f} old_logprobs "
-    assert [line[: len(speed)] for line in said if line.startswith("    step")][1:] == [speed]  # of the last
     assert f"writing {out}/policy" in said
-    shown = [line for line in said if line.startswith("    ") and "tokens/s" not in line]
+    shown = [line for line in said if line.startswith("    ")]
     loss, norm = table[1]["loss"], table[1]["grad_norm"]
     assert abs(loss) < ROUNDING < norm
     begins, ends = f"    loss {loss:.1e}, about 0 as it should be: the ratio is", f"is not 0 (gnorm {norm:.3g})"

@@ -25,7 +25,6 @@ from examples.record_vllm import record
 from probe.traces import load_traces
 from report.files import checkpoints
 from train import evaluate, greedy_agreement, has_loss, train_step
-from verify.settings import of_trainer
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -47,15 +46,11 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
 
 
 def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_path):
-    """Values and gradients of both bodies: test_architectures.py."""
-    trainer = built(good, tmp_path / "probed", prompts_once=False, probe_every=2)
+    trainer = built(good, tmp_path, seed=7, inflight_groups=1, max_staleness=3, probe_every=2)
     done = train_step(trainer, 2)
     done.metrics["current_mismatch_kl"] = 9.0  # an alarm
     assert [observe(done) for observe in trainer.parts.observers] == [{}, {}]
-    assert of_trainer(trainer.policy)["body"] == "row_by_row"
-    trainer = built(good, tmp_path / "usual", seed=7, inflight_groups=1, max_staleness=3)
-    assert (trainer.source.seed, trainer.source.max_staleness, len(trainer.parts.observers)) == (7, 3, 1)
-    assert of_trainer(trainer.policy)["body"] == "prompts_once"
+    assert (trainer.source.seed, trainer.source.max_staleness) == (7, 3)
     split = task_of(good / "task.jsonl", 7)
     assert [each.question for each in trainer.run.task.held_out] == [each.question for each in split.held_out]
 
@@ -63,10 +58,8 @@ def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_p
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def test_greedy_agreement_is_the_share_of_answers_without_another_token(policy):
-    likely = [5, 6]
-    for _ in range(2):
-        likely.append(policy.model(torch.tensor([likely])).logits[0, -1].argmax().item())
-    first, second = likely[2:]
+    (likely,) = policy.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=2, eos_token_id=None)
+    first, second = likely[2:].tolist()
     answers = [Rollout([5, 6], None, ids, [0.0] * len(ids))
                for ids in ([first], [first, second], [first - 1], [first, second - 1])]
     assert greedy_agreement(policy, answers, config_of()) == 2 / 4

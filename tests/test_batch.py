@@ -82,8 +82,6 @@ FAULTS = {
                    "the advantage function of grpo failed: .*finite floating numbers"),
     "surrogate": (objective(lambda *given: grpo(*given)._replace(loss=torch.ones(()))), ValueError,
                   "a surrogate must return"),
-    "detached": (objective(lambda logprobs, *others: grpo(logprobs.detach(), *others)), RuntimeError,
-                 "does not require grad"),
     "filter": (lambda trainer: setattr(trainer.parts, "token_filter", lambda batch: (
         batch.mask == 0, torch.ones_like(batch.mask))), ValueError, "a token filter's second mask"),
 }  # fmt: skip

@@ -11,7 +11,6 @@ from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, small_mo
 from engine_adapter import Sampling
 from extras.transformers_engine import Options, TransformersEngine, install
 from rl import Policy
-from verify.errors import EngineStateError
 
 
 def ready(policy: Policy, **options) -> TransformersEngine:
@@ -53,8 +52,3 @@ def test_an_argument_of_vllm_is_refused():
         install(None, Options(engine="transformers"), parts)
 
 
-def test_a_load_of_an_engine_that_sleeps_is_refused(policy):
-    engine = ready(policy)
-    engine.sleep()
-    with pytest.raises(EngineStateError, match=r"load .* asleep"):
-        engine.load(policy.weights(), policy.response_logprobs)

@@ -143,7 +143,7 @@ BLOCK = 32  # the CPU build's smallest
 def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folder, policy):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
     endless, options = replace(WARM, stop_token_ids=()), VERSIONED | dict(block_size=BLOCK, max_num_seqs=4)
-    prompts = [helpers.drawn_ids(3 * BLOCK + 5) for _ in range(4)]
+    prompts = [helpers.drawn_ids(3 * BLOCK + 5) for _ in range(2)] * 2  # what waits has the prompts of what runs
     with started(engine_folder, policy, in_flight=True, **options) as engine:
         check_settings(engine, enable_prefix_caching=True)
         assert canary.length(engine) == BLOCK + 1

@@ -57,15 +57,16 @@ def test_the_mean_of_the_loss_counts_each_token_that_a_filter_keeps_and_none_out
 
 # ------------------------------------------------------------------------------------------------ in a step
 def longer_prompts(trainer, is_stale: bool = False) -> None:
-    class Longer(Source):
-        def next(self, step):
-            problems, rollouts = super().next(step)
-            for rollout in rollouts:
-                rollout.prompt_ids = [*rollout.prompt_ids, 5]
-                rollout.versions = [version - is_stale for version in rollout.versions]
-            return problems, rollouts
+    usual = trainer.source.next
 
-    trainer.source = Longer(trainer.engine, trainer.run.task, trainer.run.sampling, 4, 2, 0)
+    def longer(step: int):
+        problems, rollouts = usual(step)
+        for rollout in rollouts:
+            rollout.prompt_ids = [*rollout.prompt_ids, 5]
+            rollout.versions = [version - is_stale for version in rollout.versions]
+        return problems, rollouts
+
+    trainer.source.next = longer
 
 
 def objective(surrogate, **changes):

@@ -110,14 +110,14 @@ def test_every_group_is_trained_on_once_or_in_flight(engine_folder, options, roo
         assert rollout.versions == sorted(rollout.versions)
 
 
-def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folder):
+def test_a_checkpoint_brings_back_every_group_in_flight_and_what_is_left_of_a_pass(engine_folder):
     with backend(engine_folder, room=8) as (policy, engine):
         flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         flight.groups += map(numbered, range(9))
         flight.task.train.extend(group.problem for group in flight.groups)
         flight.take(3)
         move_and_load(policy, engine)
-        engine.counters["kv_lost"] = 7
+        engine.counters["kv_lost"], flight.left = 7, [5, 3]
         state = flight.state_dict()
         engine.abort()  # as if the process had died
         engine.counters["kv_lost"] = 0
@@ -126,6 +126,7 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         restored.load_state_dict(state)
         assert restored.after_update() == {"groups_in_flight": 6, "tokens_wasted": 0, "kv_lost": 7}
         assert [each.problem for each in restored.take(6)] == [each.problem for each in flight.groups]
+        assert restored.left == [5, 3]
 
 
 # ------------------------------------------------------------------------------------------------ what a load does

@@ -55,22 +55,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def select_for_runner_v2(config, items):
-    """Tests of the engine that can; those of the chosen part have the marker `part`."""
-    from gpu_path.chosen import CANNOT, PART
+    """Tests of the engine; those of the chosen part have the marker `part`."""
+    from gpu_path.chosen import PART
 
-    able, unknown = [], {*PART, *CANNOT}
+    unknown, others = {*PART}, [item for item in items if "engine" not in item.keywords]
     for item in items:
         node = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
-        named = {name for name in (*PART, *CANNOT) if node.startswith(name)}
+        named = {name for name in PART if node.startswith(name)}
         unknown -= named
-        if named & PART.keys():
+        if named:
             item.add_marker("part")
-        if "engine" in item.keywords and not named & CANNOT.keys():
-            able.append(item)
     if unknown and len(items) > 500:  # all tests were collected
         raise pytest.UsageError(f"tests/gpu_path/chosen.py names no test with {unknown}")
-    config.hook.pytest_deselected(items=[item for item in items if item not in able])
-    items[:] = able
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.hookimpl(tryfirst=True)

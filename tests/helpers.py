@@ -276,6 +276,13 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
             parameter.add_(scale * torch.randn_like(parameter))
 
 
+@torch.no_grad()
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    """The last bit of the largest value."""
+    number = {4: torch.int32, 2: torch.int16}[tensor.itemsize]
+    tensor.view(-1).view(number)[tensor.abs().argmax()] ^= 1
+
+
 # ------------------------------------------------------------------------------------------------ in flight
 def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
     """Sleep, an optimizer step, wake, load: as train_step does it."""

@@ -44,10 +44,6 @@ def check_settings(engine: Engine, **without) -> None:
     assert found | IN_FORCE | without == found
 
 
-def long_prompts(length: int) -> list[list[int]]:
-    return [helpers.drawn_ids(length) for _ in range(4)]
-
-
 # ------------------------------------------------------------------------------------------------ one engine at parity
 def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder, policy):
     with started(engine_folder, policy) as engine:
@@ -146,14 +142,15 @@ BLOCK = 32  # the CPU build's smallest
 
 def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folder, policy):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
-    endless = replace(WARM, stop_token_ids=())
-    prompts, options = long_prompts(3 * BLOCK + 5), VERSIONED | dict(block_size=BLOCK, max_num_seqs=4)
+    endless, options = replace(WARM, stop_token_ids=()), VERSIONED | dict(block_size=BLOCK, max_num_seqs=4)
+    prompts = [helpers.drawn_ids(3 * BLOCK + 5) for _ in range(2)] * 2  # what waits has the prompts of what runs
     with started(engine_folder, policy, in_flight=True, **options) as engine:
         check_settings(engine, enable_prefix_caching=True)
         assert canary.length(engine) == BLOCK + 1
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for seed in range(2):
-            rollouts = [engine.submit(prompt, 4, endless, 50 * seed + number) for number, prompt in enumerate(prompts)]
+            rollouts = [rollout for number, prompt in enumerate(prompts)
+                        for rollout in engine.submit(prompt, 4, endless, 50 * seed + number)]
             free = pool.get_num_free_blocks()
             engine.step()  # half of them run, the others wait
             assert free - pool.get_num_free_blocks() == 2 * 3 + 8  # two prompts, and a last block of each response
@@ -161,7 +158,7 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
             load_into(engine, policy)
             while engine.num_unfinished:
                 engine.step()
-            waited = [each for group in rollouts for each in group if set(each.versions) == {engine.weight_version}]
+            waited = [each for each in rollouts if set(each.versions) == {engine.weight_version}]
             assert len(waited) >= 8
             assert floors_of(policy, waited, WARM.temperature) < AT_PARITY
 

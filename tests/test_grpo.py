@@ -7,7 +7,6 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
@@ -87,9 +86,8 @@ def options(tmp_path_factory) -> dict:
     torch.manual_seed(0)
     while len(rows) < 12:
         question = "".join(rng.choices("0123456789+", k=140))
-        ids = torch.tensor([tokenizer(question)["input_ids"]] * 16)
-        sampled = model.generate(ids, do_sample=True, top_k=0, temperature=0.7, max_new_tokens=3, eos_token_id=stop,
-                                 attention_mask=torch.ones_like(ids))[:, ids.shape[1] :]  # fmt: skip
+        sampled = model.generate(**tokenizer(question, return_tensors="pt"), do_sample=True, top_k=0, temperature=0.7,
+                                 max_new_tokens=3, eos_token_id=stop, num_return_sequences=16)[:, 140:]  # fmt: skip
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         last = Counter(filter(None, map(last_number, texts)))
         rows += [{"question": question, "answer": f"so #### {number}.0"}
@@ -156,13 +154,11 @@ def test_page_proves_that_a_load_has_renewed_each_tensor(tmp_path):
     grpo.load(llm, model)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.01)
-    complete = model.state_dict()
-    without_head = {name: tensor for name, tensor in complete.items() if name != "lm_head.weight"}
-    lost_on_its_way = type("Lost", (dict,), {"items": without_head.items})(complete)
-    for weights in (without_head, lost_on_its_way):
-        model.state_dict = partial(lambda weights: weights, weights)
-        with pytest.raises(AssertionError, match=r"^the engine holds other values in \['lm_head.weight'\]$"):
-            grpo.load(llm, model)
+    weights = model.state_dict()
+    del weights["lm_head.weight"]
+    model.state_dict = lambda: weights
+    with pytest.raises(AssertionError, match=r"^the engine holds other values in \['lm_head.weight'\]$"):
+        grpo.load(llm, model)
     del llm
     gc.collect()
 

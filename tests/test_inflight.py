@@ -30,7 +30,8 @@ from extras.inflight import Group, GroupsInFlight
 from extras.shared.masks import MaskedSampling
 from rl import Policy
 from tasks import Problem, Task, exact_match
-from verify import canary, settings
+from verify import canary
+from verify.batch import check_rollouts
 from verify.errors import EngineStateError
 
 pytestmark = pytest.mark.engine
@@ -89,35 +90,34 @@ def test_every_group_is_trained_on_once_or_in_flight(engine_folder, options, roo
         for step in range(8):
             waiting, submitted = submitted, submitted + 4 + 3 - len(flight.groups)
             flight.groups += map(numbered, range(waiting, submitted))
-            taken += flight.take(4)
-            newest = questions(taken)[-4:]
-            ages = [engine.weight_version - min(each.versions) for group in taken[-4:] for each in group.rollouts]
-            assert max(ages) <= 1
-            assert newest == sorted(newest)
-            assert min(questions(group for group in flight.groups if group.complete), default=999) > newest[-1]
+            newest = flight.take(4)
+            taken += newest
+            assert all(engine.weight_version - group.oldest_version(9) <= 1 for group in newest)
+            assert questions(newest) == sorted(questions(newest))
+            later = questions(group for group in flight.groups if group.complete)
+            assert min(later, default=999) > questions(newest)[-1]
             move_and_load(policy, engine, seed=step)
             assert flight.after_update()["groups_in_flight"] == len(flight.groups)
             assert sorted(questions(taken + flight.groups)) == [*range(submitted)]
             assert engine.num_unfinished == sum(
                 not rollout.finish_reason for group in flight.groups for rollout in group.rollouts)
-    assert len(taken) == 32
-    assert any(len({*rollout.versions}) > 1 for group in taken for rollout in group.rollouts) == (options != ABORT)
-    for group in taken:
-        for rollout in group.rollouts:
-            assert rollout.finish_reason in ("stop", "length")
-            assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions) == len(rollout.kept) > 0
-            assert rollout.versions == sorted(rollout.versions)
-            assert rollout.prompt_ids == group.problem.prompt_ids
+    rollouts = [rollout for group in taken for rollout in group.rollouts]
+    check_rollouts([group.problem for group in taken], rollouts, 32, 3, engine.weight_version)
+    assert any(len({*rollout.versions}) > 1 for rollout in rollouts) == (options != ABORT)
+    for rollout in rollouts:
+        assert rollout.finish_reason in ("stop", "length")
+        assert len(rollout.kept) == len(rollout.versions)
+        assert rollout.versions == sorted(rollout.versions)
 
 
-def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folder):
+def test_a_checkpoint_brings_back_every_group_in_flight_and_what_is_left_of_a_pass(engine_folder):
     with backend(engine_folder, room=8) as (policy, engine):
         flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         flight.groups += map(numbered, range(9))
         flight.task.train.extend(group.problem for group in flight.groups)
         flight.take(3)
         move_and_load(policy, engine)
-        engine.counters["kv_lost"] = 7
+        engine.counters["kv_lost"], flight.left = 7, [5, 3]
         state = flight.state_dict()
         engine.abort()  # as if the process had died
         engine.counters["kv_lost"] = 0
@@ -126,11 +126,12 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         restored.load_state_dict(state)
         assert restored.after_update() == {"groups_in_flight": 6, "tokens_wasted": 0, "kv_lost": 7}
         assert [each.problem for each in restored.take(6)] == [each.problem for each in flight.groups]
+        assert restored.left == [5, 3]
 
 
 # ------------------------------------------------------------------------------------------------ what a load does
 @pytest.mark.parametrize("name, update", [
-    ("Qwen2", "keep"), ("Qwen2", "recompute"), ("Qwen2", "abort"), ("FalconH1", "keep"), ("Mamba2", "recompute"),
+    ("Qwen2", "keep"), ("Qwen2", "recompute"), ("Qwen2", "abort"), ("FalconH1", "keep"), ("FalconH1", "recompute"),
 ])  # the last two have recurrent states
 @torch.no_grad()
 def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, update):
@@ -152,17 +153,16 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
             engine.step()
         assert floors(policy, engine) < AT_PARITY  # the engine is clean again
     aborted = update == "abort"
-    assert engine.counters["tokens_wasted"] == (before * 6 if aborted else 0)
-    before = 0 if aborted else before
+    assert engine.counters["tokens_wasted"] == 6 * before * aborted
+    before *= not aborted
     for rollout in rollouts:
         assert rollout.versions == [version] * before + [version + 1] * (24 - before)
         ids, first = torch.tensor([rollout.prompt_ids + rollout.token_ids]), len(rollout.prompt_ids) - 1
         cut = first + before  # the token sampled last is not in the cache yet
         # `old` computes the caches (the recurrent state, and keys and values), and `policy` goes on from them.
-        cache = {"cache_params" if name == "Mamba2" else "past_key_values": DynamicCache(config=model.config)}
-        logits = []
+        cache, logits = DynamicCache(config=model.config), []
         for each, inputs in ((old, ids[:, :cut]), *((policy, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
-            body = each.model.base_model(input_ids=inputs, use_cache=True, **cache)
+            body = each.model.base_model(input_ids=inputs, use_cache=True, past_key_values=cache)
             logits.append(each.head.scaled(each.head.affine(body.last_hidden_state[0])))
         kept = torch.log_softmax(torch.cat(logits) / 0.7, dim=-1).gather(1, ids[0, 1:, None])[first:, 0]  # (N,)
         of_old, of_new = (scored(each, [rollout], 0.7).old_logprobs[0, first:] for each in (old, policy))
@@ -175,12 +175,11 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
 
 def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, monkeypatch):
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
-    in_chunks = dict(enable_chunked_prefill=True, max_num_batched_tokens=128)
-    for name in in_chunks:
-        monkeypatch.setitem(settings.READERS, name, lambda engine, name=name: getattr(
-            engine.llm.vllm_config.scheduler_config, name))  # fmt: skip
     monkeypatch.setattr(canary, "length", lambda _: canary.PROMPT_TOKENS)  # a CPU splits no seeded prompt
-    with backend(engine_folder, seed=1, further=in_chunks) as (policy, engine):
+    with backend(engine_folder) as (policy, engine):
+        scheduler = engine.core.scheduler
+        monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 128)
+        monkeypatch.setattr(scheduler.scheduler_config, "enable_chunked_prefill", True)
         flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=1)
         flight.groups = [group := Group(Problem("0", "0", "test", HALF))]
         flight._fill()

@@ -119,16 +119,13 @@ def of_vllm(model: Path, adapter: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def tuned(good, tmp_path_factory) -> Path:
-    """PEFT's folder after three steps: rsLoRA with a dropout and patterns, on two layers of 14."""
+    """PEFT's folder of adapters that have grown: rsLoRA with a dropout and patterns, on two layers of 14."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(good / "model"), LoraConfig(
         r=3, lora_alpha=8, use_rslora=True, lora_dropout=0.1, target_modules=["q_proj", "down_proj"],
         layers_to_transform=[1], task_type="CAUSAL_LM",
         rank_pattern={"q_proj": 5}, alpha_pattern={"down_proj": 30}))  # fmt: skip
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(3):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        adam.step()
-        adam.zero_grad()
+    for parameter in model.parameters():
+        parameter.data += 0.03 * parameter.requires_grad * torch.randn_like(parameter)
     folder = tmp_path_factory.mktemp("tuned")
     model.save_pretrained(folder)
     return folder

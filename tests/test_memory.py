@@ -20,9 +20,6 @@ SHAPE = dict(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidde
              num_key_value_heads=2)  # fmt: skip
 # Embedding; per layer: queries and output, keys and values of half the heads, biases, the MLP, two norms; a last norm
 PARAMETERS = 1000 * 256 + 4 * (2 * 256**2 + 2 * 256 * 128 + 256 + 2 * 128 + 3 * 256 * 1024 + 2 * 256) + 256
-HEAD = 4 * (4 * 2**18 + 1000 * 256)  # chunks of 2^18 logits and the weight's gradient
-
-
 def qwen2(dtype: str = "bfloat16", rank: int = 0, tied: bool = True, **shape) -> Module:
     """Without memory; with a rank its weights are frozen, beside numbers of adapters."""
     with torch.device("meta"):
@@ -35,31 +32,25 @@ def qwen2(dtype: str = "bfloat16", rank: int = 0, tied: bool = True, **shape) ->
     return model
 
 
-def test_full_training_has_18_bytes_a_parameter_in_16_bits_and_adapters_have_16_each_beside_the_frozen_2():
-    def held(model: Module, copies: bool = True, **options) -> tuple[float, float]:
-        phases = certain(config_of(kv_cache_gib=2.0, **options), model, copies)
-        return phases["generate"] - 2 * GIB, phases["update"]
+# Model, options, bytes a parameter in generation and update, KV caches of 2 GiB in the update.
+PHASES = [(qwen2(), {}, 2 + 12 + 2, 18, 0), (qwen2("float32"), {}, 4 + 8 + 4, 16, 0),
+          (qwen2(), dict(offload_optimizer=True), 4, 18, 0), (qwen2(), dict(inflight_groups=4), 16, 20, 1)]
 
-    assert held(qwen2()) == ((2 + 12 + 2) * PARAMETERS, 18 * PARAMETERS)
-    assert held(qwen2(), copies=False)[0] == 14 * PARAMETERS
-    assert held(qwen2("float32")) == ((4 + 8 + 4) * PARAMETERS, 16 * PARAMETERS)
-    assert held(qwen2(), offload_optimizer=True)[0] == 4 * PARAMETERS
-    assert held(qwen2(), inflight_groups=4)[1] == 20 * PARAMETERS + 2 * GIB
+
+def test_full_training_has_18_bytes_a_parameter_in_16_bits_and_adapters_have_16_each_beside_the_frozen_2():
+    for model, options, generate, update, caches in PHASES:
+        phases = certain(config_of(kv_cache_gib=2.0, **options), model, copies_weights=True)
+        assert phases == {"generate": generate * PARAMETERS + 2 * GIB, "update": update * PARAMETERS + caches * 2 * GIB}
     # Of a layer: queries and output, keys and values, the MLP
     adapters = 8 * 4 * (2 * 512 + 2 * (256 + 128) + 3 * (256 + 1024))
-    frozen_and_kl = held(qwen2(rank=8), kl_coef=0.1)
-    assert frozen_and_kl == (4 * PARAMETERS + (12 + 4) * adapters, 2 * PARAMETERS + (16 + 4) * adapters)
-
-
-def kept_by_layers(rows: int, model: Module | None = None, **options) -> float:
-    job = dict(dtype="bfloat16", micro_batch_tokens=1024) | options
-    return activations(config_of(**job), model or qwen2(), rows, 2**18) - HEAD
+    phases = certain(config_of(kl_coef=0.1, kv_cache_gib=1.0), qwen2(rank=8), copies_weights=False)
+    assert phases == {"generate": 2 * PARAMETERS + (12 + 4) * adapters + GIB,
+                      "update": 2 * PARAMETERS + (16 + 4) * adapters}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_activations_are_what_autograd_keeps(dtype):
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE)).to(getattr(torch, dtype))
-    kept = {}
+    model, kept = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE)).to(getattr(torch, dtype)), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -70,32 +61,24 @@ def test_the_activations_are_what_autograd_keeps(dtype):
         hidden = model.model(input_ids=torch.zeros(4, 256, dtype=torch.long)).last_hidden_state
     for parameter in model.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
-    assert kept_by_layers(256, dtype=dtype) / sum(kept.values()) == pytest.approx(1.0, abs=0.15)
+    head = 4 * (4 * 2**18 + 1000 * 256)  # chunks of 2^18 logits and the weight's gradient
+    computed = activations(config_of(dtype=dtype, micro_batch_tokens=1024), qwen2(), 256, 2**18) - head
+    assert computed / sum(kept.values()) == pytest.approx(1.0, abs=0.15)
     assert hidden.requires_grad  # the graph was alive while the bytes were counted
 
 
-def test_a_small_batch_and_checkpointing_keep_less_and_one_long_row_more():
-    layer = 16 * 256 + 2 * (8 * 256 + 4 * 1024)
-    assert kept_by_layers(100) == 1024 * 4 * layer
-    assert kept_by_layers(2000) == 2000 * 4 * layer
-    assert kept_by_layers(100, num_prompts=3, group_size=2) == 300 * 4 * layer  # rows of a minibatch
-    assert kept_by_layers(100, gradient_checkpointing=True) == 1024 * (layer + 4 * 2 * 256)
-    assert kept_by_layers(100, qwen2(rank=8)) == 1024 * 4 * layer - 4 * 1000 * 256  # the head is frozen
-
-
 # ------------------------------------------------------------------------------------------------ the page
-def shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, int]:
-    return dict(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-                num_key_value_heads=kv_heads, vocab_size=vocabulary)
+SIZED = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size"]  # fmt: skip
 
 
-SIZES = {"0.5B": shape(896, 4864, 24, 14, 2, 151_936), "1.5B": shape(1536, 8960, 28, 12, 2, 151_936),
-         "3B": shape(2048, 11008, 36, 16, 2, 151_936), "7B": shape(3584, 18944, 28, 28, 4, 152_064)}  # fmt: skip
+SIZES = {"0.5B": "896 4864 24 14 2 151936", "1.5B": "1536 8960 28 12 2 151936", "3B": "2048 11008 36 16 2 151936",
+         "7B": "3584 18944 28 28 4 152064"}  # fmt: skip
 
 
 def peaks(size: str, words: str, gib: float, longest: int, rank: int = 0) -> tuple[float, float]:
     """Computed for generation and update, in GiB."""
-    model = qwen2(rank=rank, tied=size != "7B", **SIZES[size])
+    model = qwen2(rank=rank, tied=size != "7B", **dict(zip(SIZED, map(int, SIZES[size].split()), strict=True)))
     config = tyro.cli(Config, args=shlex.split(words))
     phases = certain(config, model, copies_weights=True)
     kept = activations(config, model, longest, head_chunk(gib))

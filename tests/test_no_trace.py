@@ -1,7 +1,9 @@
 """A measurement leaves no trace: every other figure of a run is bit-equal with and without it."""
 
+from itertools import chain
+
 import pytest
-from helpers import PYTHON, rows_of_run, timeless
+from helpers import PYTHON, ROUNDING, rows_of_run, timeless
 
 pytestmark = pytest.mark.engine
 WORKLOAD = ("--num-prompts 8 --group-size 4 --eval-problems 4 --steps 3 --lr 1e-3 --eval-every 3 --max-new-tokens 7"
@@ -25,15 +27,14 @@ OWN = {"probe", "self_noise_abs_mean", "eval_reward_trainer_alone", "eval_reward
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_other_figure_is_equal_with_and_without_measurements(good, tmp_path, capsys, arm):
     (tmp_path / "long.py").write_text(LONG)
-    options, rows = WORKLOAD + ARMS[arm].replace("{long}", str(tmp_path / "long.py")), []
+    options, found = WORKLOAD + ARMS[arm].replace("{long}", str(tmp_path / "long.py")), []
     for name, more in ("plain", ""), ("measured", MEASUREMENTS):
         rows_of_run(good, tmp_path / name, options + more)
-        rows.append(timeless(tmp_path / name))
+        found.append(timeless(tmp_path / name))
     assert "stale" not in arm or "no prompt is longer than a block" not in capsys.readouterr().out
-    plain, measured = rows
-    assert set().union(*measured) - set().union(*plain) == OWN
-    if "in flight" in arm:
-        assert max(row["staleness_mean"] for row in plain[1:]) > 0
-    for before, after in zip(plain, measured, strict=True):
-        differing = {name for name in before if before[name] != after[name]}
-        assert not differing, f"step {before['step']}"
+    plain, measured = found
+    assert "in flight" not in arm or max(row["staleness_mean"] for row in plain[1:]) > 0
+    assert {*chain(*measured)} - {*chain(*plain)} == OWN
+    first = measured[1]
+    assert arm != "parity" or (first["probe"] == "parity" and 0 < first["self_noise_abs_mean"] < ROUNDING)
+    assert plain == [{name: row[name] for name in row if name not in OWN} for row in measured]

@@ -5,36 +5,30 @@ from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 
-import numpy
 import pytest
 import torch
 from helpers import (
     ROUNDING,
-    SMALL,
     built,
     config_of,
     policy_in,
-    read_json,
     rows,
     rows_of_run,
     run_script,
     task_of,
 )
 
-from engine_adapter import Rollout, Sampling, Source, reseed
-from extras.lora import Options
-from extras.shared.adapters import Adapters, factors
+from engine_adapter import Rollout, Sampling, Source
 from report.files import checkpoints
 from train import evaluate, greedy_agreement, has_loss, train_step
 from verify.parity import check
-from verify.settings import of_trainer
 
 
 # ------------------------------------------------------------------------------------------------ the default job
 @pytest.mark.engine
 def test_the_default_job_learns_at_parity(tmp_path, capsys):
     """In two thirds of its steps."""
-    options = "--steps 40 --eval-problems 500 --eval-every 40"  # of 500 problems the standard error is 0.011
+    options = "--steps 20 --eval-problems 500 --eval-every 20"  # of 500 problems the standard error is 0.011
     run_script("train.py", "--out", tmp_path / "run", *options.split())
     assert capsys.readouterr().out.count(", about 0 as it should be: the ratio is about 1 (mean ") == 1
     table = rows(tmp_path / "run")
@@ -49,29 +43,20 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
 
 
 def test_options_arrive_where_they_act_and_unasked_no_step_is_probed(good, tmp_path):
-    """Values and gradients of both bodies: test_architectures.py."""
-    trainer = built(good, tmp_path / "probed", prompts_once=False, probe_every=2)
+    trainer = built(good, tmp_path, seed=7, inflight_groups=1, max_staleness=3, probe_every=2)
     done = train_step(trainer, 2)
     done = done._replace(metrics=done.metrics | {"current_mismatch_kl": 9.0})  # an alarm
     assert [observe(done) for observe in trainer.run.observers] == [{}, {}]
-    assert of_trainer(trainer.policy)["body"] == "row_by_row"
-    trainer = built(good, tmp_path / "usual", seed=7, inflight_groups=1, max_staleness=3, lora_rank=2)
-    assert (trainer.source.seed, trainer.source.max_staleness, len(trainer.run.observers)) == (7, 3, 1)
-    assert of_trainer(trainer.policy)["body"] == "prompts_once"
+    assert (trainer.source.seed, trainer.source.max_staleness) == (7, 3)
     split = task_of(good / "task.jsonl", 7)
     assert [each.question for each in trainer.run.task.held_out] == [each.question for each in split.held_out]
-    seeded = Adapters(policy_in(good / "model").model, Options(2), 7)
-    drawn, expected = (factors(next(iter(each.layers.values())))[0] for each in (trainer.policy.send, seeded))
-    assert torch.equal(drawn, expected)
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def test_greedy_agreement_is_the_share_of_answers_without_another_token(policy):
-    likely = [5, 6]
-    for _ in range(2):
-        likely.append(policy.model(torch.tensor([likely])).logits[0, -1].argmax().item())
-    first, second = likely[2:]
+    (likely,) = policy.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=2, eos_token_id=None)
+    first, second = likely[2:].tolist()
     answers = [Rollout([5, 6], None, ids, [0.0] * len(ids))
                for ids in ([first], [first, second], [first - 1], [first, second - 1])]
     assert greedy_agreement(policy, answers, config_of()) == 2 / 4
@@ -117,26 +102,11 @@ def test_a_sources_answer_serves_training_and_evaluation_and_what_it_leaves_out_
 
 
 # ------------------------------------------------------------------------------------------------ options
-def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, capsys):
-    """This test has no marker `engine`, so vllm cannot be imported."""
-    _, first, second = rows_of_run(
-        good, tmp_path, "--task {root}/task.py --steps 2 --inflight-groups 3 --engine transformers --probe-every 2"
-                        " --self-noise-every 2", *SMALL)  # fmt: skip
-    assert "the learning rate is the toy's" in capsys.readouterr().out
-    assert "chosen by the seed" in read_json(tmp_path / "config.json")["problems"]["evaluated"]
-    assert max(row.get("current_mismatch_abs_mean") or 0 for row in (first, second)) < ROUNDING
-    assert first["probe"] == "parity"
-    assert 0 < first["self_noise_abs_mean"] < ROUNDING
-    record = read_json(tmp_path / "config.json")
-    assert record["versions"]["vllm"] is None
-    assert record["audit"]["engine"] == "transformers"
-
-
 # ------------------------------------------------------------------------------------------------ users' tasks
 MINE = """
 def sample(rng):
     number = rng.randint(1, 60)
-    return (f"{number}+1=", str(number + 1)) if number % 10 else ("1+1=" * 9, "2")
+    return f"{number}+1=", str(number + 1)
 
 def reward(problem, response):
     if response.startswith(tuple("456789")):
@@ -152,20 +122,15 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
     _, *steps = rows_of_run(
         good, out, f"--task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3 --max-new-tokens 48"
                    " --temperature 2 --dtype float16 --gradient-checkpointing --micro-batch-tokens 64 --mask-truncated"
-                   " --max-prompt-tokens 10 --overlong-prompts drop --reward-errors leave-out --eval-problems 16"
-                   " --eval-samples 2 --eval-every 3 --eval-trainer-alone --objective gspo --kl-coef 0.05"
-                   " --tis sequence --lr 1e-4")  # fmt: skip
+                   " --reward-errors leave-out --eval-problems 16 --eval-samples 2 --eval-every 3 --eval-trainer-alone"
+                   " --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4")  # fmt: skip
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
     assert any(row.get("grad_norm") is not None for row in steps)  # fp16 may lose steps until its scale fits
     assert sum(row["reward_errors"] for row in steps) > 0
-    problems = read_json(out / "config.json")["problems"]
-    assert (problems["dropped"], problems["train"] + problems["held_out"]) == (1, 54)
-    samples = rows(out, "samples")
-    answers = {"greedy": 1, "sampled": 2, "trainer_alone": 2}  # to each held-out problem
+    samples, answers = rows(out, "samples"), {"greedy": 1, "sampled": 2, "trainer_alone": 2}  # to each of 6 problems
     assert Counter((sample["step"], sample["mode"]) for sample in samples) == {
-        (step, mode): count * problems["held_out"] for step in (0, 3) for mode, count in answers.items()
-    } | {(3, "train"): 4}
+        (step, mode): 6 * count for step in (0, 3) for mode, count in answers.items()} | {(3, "train"): 4}
     assert len({tuple(s["response"] for s in samples if s["mode"] == mode) for mode in answers}) == 3  # two backends
     assert {bool(sample["error"]) for sample in samples} == {s["response"][:1] > "3" for s in samples}
 
@@ -176,7 +141,7 @@ def test_the_exported_policy_has_the_same_values_in_a_new_vllm(good, tmp_path):
     test_resume.py."""
     from vllm import LLM, SamplingParams
 
-    rows_of_run(good, tmp_path, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL)
+    rows_of_run(good, tmp_path, "--task {root}/task.py --steps 1 --lr 1e-2 --max-new-tokens 4")
     policy, (folder,) = policy_in(tmp_path / "policy"), checkpoints(tmp_path)
     llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
               logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
@@ -188,14 +153,6 @@ def test_the_exported_policy_has_the_same_values_in_a_new_vllm(good, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ without a run
-def test_the_process_is_seeded_by_run_stream_and_step():
-    seeds = set()
-    for stream in ((0, "train", 1), (1, "train", 1), (0, "eval", 1), (0, "train", 2), (0, "train", 1)):
-        reseed(*stream)
-        seeds |= {torch.initial_seed(), numpy.random.randint(2**31)}
-    assert len(seeds) == 8
-
-
 def test_learning_rate_warms_up_and_decays_to_zero():
     config, steps = config_of(steps=100, lr=1.0, lr_warmup_steps=4), (1, 4, 5, 50, 100)
     constant = replace(config, lr_decay="none")

@@ -1,7 +1,7 @@
 """Which tests of the engine run on model runner V2 too. Names are the beginnings of node ids.
 
 `make test` runs PART: by name, what V1 would not have shown; and the fault in V2's path that turned the test red when
-it was planted once. `make test-gpu-path` runs all but CANNOT.
+it was planted once. `make test-gpu-path` runs all.
 """
 
 PART = {
@@ -29,7 +29,3 @@ PART = {
     "test_resume.py::test_a_run_with_the_real_engine": "V2 draws a seed for each request; seeds of the system",
     "test_grpo.py::test_page_and_core_make": "the page's calls of vLLM with V2; log-probabilities of another row",
 }  # fmt: skip
-
-CANNOT = {
-    "test_train.py::test_the_default_job_learns": "it can, in four minutes",
-}

@@ -12,12 +12,9 @@ from engine_adapter import Engine
 GARBAGE = 3e4  # in the KV cache: a CPU's attention multiplies unused places by 0, and NaN would stay NaN
 
 
-def install(patch: Callable = setattr, value: float | None = float("nan")) -> dict:
-    """All engines that start from now on sleep so. Returns a dict that tests read and change: `value`, which weights
-    get in a sleep (None: they stay), and `count`, the number of sleeps.
-    """
-    state = {"value": value, "count": 0}
-    usual = Engine.__init__
+def install(patch: Callable = setattr) -> list[Engine]:
+    """All engines that start from now on sleep so. Each sleep adds its engine to the list."""
+    sleeps, usual = [], Engine.__init__
 
     def start(engine: Engine, *given, **named) -> None:
         usual(engine, *given, **named)
@@ -27,11 +24,9 @@ def install(patch: Callable = setattr, value: float | None = float("nan")) -> di
         @torch.no_grad()
         def sleep(level: int) -> None:
             assert level == 2
-            state["count"] += 1
-            if state["value"] is None:
-                return
+            sleeps.append(engine)
             for parameter in engine.vllm_model.parameters():
-                parameter.fill_(state["value"])
+                parameter.fill_(torch.nan)
             for cache in engine.runner.kv_caches:
                 cache.fill_(GARBAGE)
             for module in engine.vllm_model.modules():
@@ -43,4 +38,4 @@ def install(patch: Callable = setattr, value: float | None = float("nan")) -> di
 
     patch(torch.cuda, "synchronize", lambda: None)
     patch(Engine, "__init__", start)
-    return state
+    return sleeps

@@ -1,8 +1,8 @@
 """From the import of this file on vLLM's engines have model runner V2, and its Triton kernels run on the CPU.
 
-PyPI's Triton has no backend for a CPU, and its interpreter spends its time on type checks (30 us an operation). A
-kernel that uses only names of `tl` below runs here as Python over numpy arrays, 20 to 40 times as fast. All others go
-to the interpreter.
+PyPI's Triton has no backend for a CPU, and its interpreter spends its time on type checks (30 us an operation). Here a
+kernel runs as Python over numpy arrays, 20 to 40 times as fast. If it uses a name of Triton's that `tl` does not have,
+that is an AttributeError.
 
 In what V2's kernels compute, integers and floats have Triton's widths, and an operation never changes its operands.
 bfloat16 is loaded as float32.
@@ -10,7 +10,7 @@ bfloat16 is loaded as float32.
 
 import ctypes
 import os
-from collections import Counter
+from functools import cache
 from inspect import signature
 from types import FunctionType, SimpleNamespace
 
@@ -23,18 +23,16 @@ from triton.runtime import interpreter
 
 WORD = 64  # all pointers count from this address: numpy takes an array at 0 for one that must be allocated
 BFLOAT16 = "bfloat16"
-DTYPES = {"int1": numpy.bool_, "int32": numpy.int32, "int64": numpy.int64, "uint16": numpy.uint16,
-          "uint32": numpy.uint32, "uint64": numpy.uint64, "float16": numpy.float16, "float32": numpy.float32,
-          "float64": numpy.float64}  # fmt: skip
+DTYPES = {f"{kind}{bits}": numpy.dtype(f"{kind}{bits}") for kind in ("int", "uint", "float") for bits in (16, 32, 64)}
+DTYPES["int1"] = numpy.dtype(bool)
 PROCESS = (ctypes.c_char * (1 << 60)).from_address(WORD)  # more than there is
 MEMORY = {kind: numpy.frombuffer(PROCESS, kind) for kind in DTYPES.values()}
-MEMORY[BFLOAT16] = MEMORY[numpy.uint16]
-launches = Counter()  # by kernel and executor
+MEMORY[BFLOAT16] = MEMORY[DTYPES["uint16"]]
 
 
 # ------------------------------------------------------------------------------------------------ values
 class Block(numpy.ndarray):
-    """A tensor of a kernel."""
+    """A tensor of a kernel, or a number in it."""
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
         """Without `out`: `a += b` makes a new array, because in a kernel another name may have the old one."""
@@ -42,12 +40,10 @@ class Block(numpy.ndarray):
             return NotImplemented
         plain = [each.view(numpy.ndarray) if isinstance(each, Block) else each for each in inputs]
         result = getattr(ufunc, method)(*plain, **options)
-        if result.dtype.itemsize == 8:
-            kinds = [each.dtype for each in plain if isinstance(each, numpy.ndarray | numpy.generic)]
-            large = any(isinstance(each, int) and each.bit_length() > 31 for each in plain)
-            if not large and all(kind.itemsize < 8 for kind in kinds):  # numpy has widened it
-                narrow = numpy.float32 if result.dtype.kind == "f" else numpy.int32
-                result = result.astype(numpy.uint32 if numpy.uint32 in kinds else narrow)
+        kinds = [each.dtype for each in plain if hasattr(each, "dtype")]
+        if result.dtype.itemsize == 8 and all(kind.itemsize < 8 for kind in kinds):  # numpy has widened it
+            narrow = numpy.float32 if result.dtype.kind == "f" else numpy.int32
+            result = result.astype(numpy.uint32 if numpy.uint32 in kinds else narrow)
         return block(result)
 
     def to(self, dtype, **_):
@@ -56,25 +52,6 @@ class Block(numpy.ndarray):
 
 def block(value, dtype=None) -> Block:
     return numpy.asarray(value, dtype).view(Block)
-
-
-class Integer(int):
-    """A signed number: an argument, a loop's index, or one that was loaded. Its width is not kept, for speed."""
-
-    def to(self, dtype, **_):
-        return self if dtype in (numpy.int32, numpy.int64) else block(self, numpy.int64).to(dtype)
-
-
-def integer_operator(usual):
-    def operate(self, other):
-        result = usual(self, other)
-        return result if result is NotImplemented else Integer(result)
-
-    return operate
-
-
-for each in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "radd", "rsub", "rmul"):
-    setattr(Integer, f"__{each}__", integer_operator(getattr(int, f"__{each}__")))
 
 
 class Pointer:
@@ -86,9 +63,7 @@ class Pointer:
         self.kind, self.index, self.memory = kind, index, MEMORY[kind]
 
     def __add__(self, offset):
-        if not isinstance(offset, int):
-            offset = numpy.asarray(offset).astype(numpy.int64)
-        return Pointer(self.kind, self.index + offset)
+        return Pointer(self.kind, self.index + numpy.asarray(offset, numpy.int64))
 
     __radd__ = __add__
 
@@ -96,30 +71,25 @@ class Pointer:
         return self + -offset
 
 
-def pointer_to(tensor: torch.Tensor) -> Pointer:
-    name = str(tensor.dtype).removeprefix("torch.").replace("bool", "int1")
-    return Pointer(DTYPES.get(name, name), (tensor.data_ptr() - WORD) // tensor.itemsize)
+def argument_of(value):
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.").replace("bool", "int1")
+        return Pointer(DTYPES.get(name, name), (value.data_ptr() - WORD) // value.itemsize)
+    return block(value, numpy.int32 if value.bit_length() < 32 else numpy.int64) if type(value) is int else value
 
 
 # ------------------------------------------------------------------------------------------------ triton.language
-def load(pointer, mask=None, other=0, **_):
-    if mask is None and isinstance(pointer.index, int) and pointer.kind in (numpy.int32, numpy.int64):
-        return Integer(pointer.memory[pointer.index])
-    if mask is None:
-        found = pointer.memory[pointer.index]
-    else:
-        index, mask = numpy.broadcast_arrays(pointer.index, mask)
-        found = numpy.zeros(index.shape, pointer.memory.dtype)
-        found[mask] = pointer.memory[index[mask]]
+def load(pointer, mask=True, other=0, **_):
+    index, mask = numpy.broadcast_arrays(pointer.index, mask)
+    found = numpy.zeros(index.shape, pointer.memory.dtype)
+    found[mask] = pointer.memory[index[mask]]
     if pointer.kind == BFLOAT16:
-        found = (numpy.asarray(found, numpy.uint32) << 16).view(numpy.float32)
-    if mask is not None:
-        found = numpy.where(mask, found, numpy.asarray(0 if other is None else other, found.dtype))
-    return block(found)
+        found = (found.astype(numpy.uint32) << 16).view(numpy.float32)
+    return block(numpy.where(mask, found, numpy.asarray(other, found.dtype)))
 
 
-def store(pointer, value, mask=None, **_):
-    index, value, mask = numpy.broadcast_arrays(pointer.index, value, True if mask is None else mask)
+def store(pointer, value, mask=True, **_):
+    index, value, mask = numpy.broadcast_arrays(pointer.index, value, mask)
     if pointer.kind == BFLOAT16:
         rounded = torch.from_numpy(value.astype(numpy.float32)).bfloat16()
         value = rounded.view(torch.uint16).numpy()
@@ -133,102 +103,65 @@ def cast(value, kind, **_):
     return Pointer(kind.kind, (int(value) - WORD) // kind.memory.itemsize)
 
 
-def loop(*bounds, **_):
-    return map(Integer, range(*map(int, bounds)))
-
-
 def maximum_of(value, axis=None, return_indices=False, **_):
     found = block(value.max(axis))
     return (found, block(value.argmax(axis), numpy.int32)) if return_indices else found
 
 
+def atomic(change):
+    def one_by_one(pointer, value, mask=True, **_):
+        index, value, mask = numpy.broadcast_arrays(pointer.index, value, mask)
+        for place, each in zip(index[mask], value[mask], strict=True):
+            pointer.memory[place] = change(pointer.memory[place], each)
+
+    return one_by_one
+
+
 tl = SimpleNamespace(
-    program_id=lambda axis: Integer(tl.place[axis]),
-    num_programs=lambda axis: Integer(tl.grid[axis]),
+    program_id=lambda axis: argument_of(tl.place[axis]),
+    num_programs=lambda axis: argument_of(tl.grid[axis]),
     arange=lambda start, end: block(numpy.arange(start, end, dtype=numpy.int32)),
+    full=lambda shape, value, dtype: block(numpy.full(shape, value, dtype)),
     zeros=lambda shape, dtype: block(numpy.zeros(shape, dtype)),
     where=lambda condition, one, other: block(numpy.where(condition, one, other)),
     min=lambda value, axis=None, **_: block(value.min(axis)),
     sum=lambda value, axis=None, **_: block(numpy.add.reduce(block(value), axis)),
     cumsum=lambda value, axis=0, **_: block(numpy.add.accumulate(block(value), axis)),
+    range=lambda *bounds, **_: map(argument_of, range(*map(int, bounds))),
     pointer_type=lambda dtype: Pointer(dtype, 0),
-    multiple_of=lambda value, *_: value,
+    multiple_of=lambda value, *_: value, cdiv=lambda one, other: -(-one // other),
+    reshape=lambda value, *shape: block(numpy.reshape(value, shape)),
+    atomic_add=atomic(numpy.add), atomic_or=atomic(numpy.bitwise_or),
     maximum=numpy.maximum, minimum=numpy.minimum, exp=numpy.exp, log=numpy.log, sqrt=numpy.sqrt, abs=numpy.abs,
-    max=maximum_of, range=loop, load=load, store=store, cast=cast, **DTYPES,
+    max=maximum_of, load=load, store=store, cast=cast, **DTYPES,
 )  # fmt: skip
-KNOWN = {*vars(tl), "tl", "triton", "to", "constexpr"}
 
 
 # ------------------------------------------------------------------------------------------------ kernels
-TRANSLATED = {}
-
-
+@cache
 def translated(kernel):
-    """The kernel's function over `tl`; None if it uses another name. `kernel` is Triton's InterpretedFunction."""
-    if kernel in TRANSLATED:
-        return TRANSLATED[kernel]
-    TRANSLATED[kernel] = None
-    function = kernel.fn
-    scope = dict(function.__globals__)
-    for name in {*function.__code__.co_names} - KNOWN:
-        value = scope.get(name)
-        if isinstance(value, type(kernel)):
-            scope[name] = translated(value)
-        elif hasattr(value, "value"):  # a constexpr
-            scope[name] = value.value
-        elif name not in scope["__builtins__"]:
-            scope[name] = None
-        if scope.get(name, True) is None:
-            return None
-    made = FunctionType(function.__code__, scope | {"tl": tl}, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    TRANSLATED[kernel] = made
-    return made
-
-
-def launch(function, arguments: dict, grid) -> None:
-    """One call for each place of the grid, in order."""
-    def value_of(argument):
-        if isinstance(argument, torch.Tensor):
-            return pointer_to(argument)
-        return Integer(argument) if type(argument) is int else argument
-
-    values = {name: value_of(argument) for name, argument in arguments.items()}
-    sizes = grid(values) if callable(grid) else grid
-    tl.grid = (*map(int, sizes), 1, 1)[:3]
-    with numpy.errstate(all="ignore"):
-        for place in numpy.ndindex(tl.grid):
-            tl.place = place
-            function(**values)
+    """The function of Triton's InterpretedFunction over `tl`."""
+    scope = kernel.fn.__globals__ | {"tl": tl}
+    for name in scope.keys() & {*kernel.fn.__code__.co_names}:
+        if isinstance(scope[name], type(kernel)):
+            scope[name] = translated(scope[name])
+        scope[name] = getattr(scope[name], "value", scope[name])  # of a constexpr
+    function = FunctionType(kernel.fn.__code__, scope, kernel.fn.__name__, kernel.fn.__defaults__)
+    function.__kwdefaults__ = kernel.fn.__kwdefaults__
+    return function
 
 
 def run(kernel, *arguments, grid, warmup, **named):
-    """In place of InterpretedFunction.run."""
+    """In place of InterpretedFunction.run: one call for each place of the grid, in order."""
     if warmup:
         return
-    function = translated(kernel)
-    launches[kernel.fn.__name__, "numpy" if function else "interpreter"] += 1
-    if not function:
-        interpret(kernel, *arguments, grid=grid, warmup=False, **named)
-        return
-    parameters = signature(kernel.fn)
-    known = {name: value for name, value in named.items() if name in parameters.parameters}
-    bound = parameters.bind(*arguments, **known)
-    bound.apply_defaults()
-    launch(function, bound.arguments, grid)
-
-
-def patch_language(function):
-    """In the interpreter too the index of `tl.range` has a method `to`."""
-    scope = usual_patch(function)
-    usual = interpreter.tl.range
-    scope.set_attr(interpreter.tl, "range", lambda *bounds, **named: map(Index, usual(*bounds, **named)))
-    return scope
-
-
-class Index(int):
-    def to(self, dtype):
-        return self
+    parameters = signature(kernel.fn).parameters.keys()
+    values = [*map(argument_of, arguments)], {name: argument_of(named[name]) for name in parameters & named.keys()}
+    tl.grid = (*map(int, grid), 1, 1)[:3]
+    with numpy.errstate(all="ignore"):
+        for place in numpy.ndindex(tl.grid):
+            tl.place = place
+            translated(kernel)(*values[0], **values[1])
 
 
 # ------------------------------------------------------------------------------------------------ from this import on
@@ -236,6 +169,4 @@ class Index(int):
 DRIVER = type("Driver", (), {"is_active": lambda: True, "get_current_target": lambda self: None})
 triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=DRIVER)
 interpret = interpreter.InterpretedFunction.run
-usual_patch = interpreter._patch_lang
 interpreter.InterpretedFunction.run = run
-interpreter._patch_lang = patch_language

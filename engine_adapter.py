@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import verify
-from models import read_config
+from model_folder import read_config
 from report.errors import MANY, within
 from tasks import Problem, Task
 from verify import canary, model_cases

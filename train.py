@@ -29,7 +29,7 @@ import tyro
 from torch import Tensor
 
 import extras
-import models
+import model_folder
 import tasks.options
 import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source, reseed
@@ -232,9 +232,9 @@ class Run(extras.OneOwner):
     # The state.pt from which the run goes on, with its `folder`.
     checkpoint: dict[str, Any] | None = None
     # The run, the model, and the folder that is written: OUT/policy, a checkpoint's.
-    save_policy: Callable = models.save_policy
-    save_weights: Callable = models.save_policy
-    load_weights: Callable = models.load_weights  # the model, and a checkpoint's folder
+    save_policy: Callable = model_folder.save_policy
+    save_weights: Callable = model_folder.save_policy
+    load_weights: Callable = model_folder.load_weights  # the model, and a checkpoint's folder
     # Functions, their arguments, and when they are called:
     with_model: list[Callable] = field(default_factory=list)  # the model: before Policy is made
     # The trainer, the record of config.json: before it is written.
@@ -315,7 +315,7 @@ def prepare(config: Config) -> Run:
 def load_policy(run: Run) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {run.folder}"):
-        model = models.load(run.folder, getattr(torch, run.config.dtype)).to(device)
+        model = model_folder.load(run.folder, getattr(torch, run.config.dtype)).to(device)
         for change in run.with_model:
             change(model)
         return Policy(model, send=run.send, **run.policy)

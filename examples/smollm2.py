@@ -19,7 +19,7 @@ from zipfile import ZipFile
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import save
+from model_folder import save
 from report.errors import exit_with_message, stage
 from report.files import appears_whole
 

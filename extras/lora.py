@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from extras import Extra
-from models import load_tokenizer
+from model_folder import load_tokenizer
 from report.errors import LARGEST, MANY, SMALLEST, printable, stage, within
 from report.files import digest_of, read_json
 from report.log import shown

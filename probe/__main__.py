@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import tyro
 
-import models
+import model_folder
 import verify
 from engine_adapter import Engine, ParityFlags
 from probe.diagnose import diagnose
@@ -94,7 +94,7 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
     """The trainer of the probe. Raises: ValueError for every error in loading it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        model = models.load(path, getattr(torch, dtype)).to(device)
+        model = model_folder.load(path, getattr(torch, dtype)).to(device)
         policy = Policy(model, fp32_head=fp32_head)
         check_head(policy)
         with suppress(ImportError):  # without that file, too, as a run computes

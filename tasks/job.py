@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from models import check_rows, describe, local_folder
+from model_folder import check_rows, describe, local_folder
 from report.log import shown
 from tasks import Task
 from tasks.options import Options

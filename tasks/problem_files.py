@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from models import reach_hub
+from model_folder import reach_hub
 from report.errors import stage
 from tasks import Problem, Task
 from tasks.answers import Answers, Unreadable, last_part

@@ -160,7 +160,7 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     folder = toy_folder(cache_dir, seed, task)
     if folder.is_dir():
         return folder
-    from models import save
+    from model_folder import save
     from report.files import appears_whole
 
     name, started = toy_for(task), time.monotonic()

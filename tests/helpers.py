@@ -49,7 +49,7 @@ import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.shared.masks import collect_kept_sets
-from models import load
+from model_folder import load
 from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch

@@ -33,7 +33,7 @@ from packaging import version
 from engine_adapter import ParityFlags, Rollout
 from extras.prompts_once import policy_options
 from extras.sampling_mask import kept_sets
-from models import attention_for
+from model_folder import attention_for
 from rl import Policy, make_batch
 from verify import canary
 from verify.errors import WeightLoadError

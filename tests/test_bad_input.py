@@ -10,7 +10,7 @@ import torch
 from helpers import PYTHON, TASK, close_live_engine, command, refusal, rewrite, tensors
 from huggingface_hub import constants
 
-from models import reach_hub
+from model_folder import reach_hub
 
 # ------------------------------------------------------------------------------------------------ options
 # One of each rule: options, and what is said of them. Then of two groups, and of a job, a model or a task.

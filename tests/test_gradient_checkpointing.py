@@ -9,7 +9,7 @@ from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Options
 from extras.shared.adapters import Adapters, factors
-from models import attention_for
+from model_folder import attention_for
 from rl import Policy, make_batch
 
 BATCH = make_batch([Rollout([5, 6, 7], 0, [8, 9, 10, 11], [0.0] * 4), Rollout([12], 0, [13, 14], [0.0] * 2)])

@@ -8,13 +8,14 @@ from helpers import ROOT, python
 
 # What a file or a folder may import of ours at its top.
 MAY_IMPORT = {
-    "grpo": "verify", "objectives": "", "report": "objectives", "models": "report", "verify": "report",
-    "tasks": "models report", "engine_adapter": "models report tasks verify", "rl": "engine_adapter objectives",
-    "train": "engine_adapter extras models objectives report rl tasks verify",
-    "extras": "engine_adapter models objectives report rl tasks verify",
-    "examples": "engine_adapter extras models objectives report rl tasks verify",
-    "probe": "engine_adapter extras models objectives report rl tasks verify",
-    "lab": "engine_adapter exercises extras models objectives probe report rl tasks train verify",
+    "grpo": "verify", "objectives": "", "report": "objectives", "model_folder": "report", "verify": "report",
+    "tasks": "model_folder report", "engine_adapter": "model_folder report tasks verify",
+    "rl": "engine_adapter objectives",
+    "train": "engine_adapter extras model_folder objectives report rl tasks verify",
+    "extras": "engine_adapter model_folder objectives report rl tasks verify",
+    "examples": "engine_adapter extras model_folder objectives report rl tasks verify",
+    "probe": "engine_adapter extras model_folder objectives report rl tasks verify",
+    "lab": "engine_adapter exercises extras model_folder objectives probe report rl tasks train verify",
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip
 # In addition, in a function.

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from extras.shared.masks import MaskedSampling
-from models import describe, load, load_tokenizer, read_config, save_policy
+from model_folder import describe, load, load_tokenizer, read_config, save_policy
 from report.files import appears_whole
 from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
-from models import load_tokenizer
+from model_folder import load_tokenizer
 from tasks import Problem, Task, exact_match
 from tasks.options import Options
 from tasks.prompts import encode, fitting

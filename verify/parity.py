@@ -185,9 +185,12 @@ def size_of(error: Tensor) -> Tensor:
 
 
 def beyond_chance(values: Tensor) -> bool:
-    """Whether their mean is above 0 by SIGMAS standard errors; NaN is left out."""
+    """Whether their mean, or that of their signs, is above 0 by SIGMAS standard errors. NaN is left
+    out.
+    """
     known = values[values.isfinite()]
-    return bool(known.mean() > SIGMAS * known.std() / len(known) ** 0.5)
+    by_size, by_sign = known.mean() / known.std(), known.sign().mean()
+    return bool(max(by_size, by_sign) * len(known) ** 0.5 > SIGMAS)
 
 
 class Sampled:

@@ -54,6 +54,7 @@ PARTS = {"the temperature": [*NEUTRAL][:1], "the mask": [*NEUTRAL][1:4],
 PROCESSED = "processed"
 SHIFTS = {"of the place before": -1, "of the place after": 1}
 HEADS = FLOAT32, IN_16_BITS = "float32", "16 bits"
+OWN = "own weights"
 Row = tuple[list[int], list[int]]  # token ids of a prompt and of its response
 
 HIT, OK, CANNOT_TELL = "hit", "ok", "cannot tell"
@@ -64,6 +65,7 @@ REPAIRS = {  # by line: what to paste, and for which objectives a hit matters
     "head": ('LLM(..., hf_overrides={"head_dtype": "float32"})  # since 0.26; in the trainer too',
              f"{ALL}; the least of the faults"),
     "numerics": ("python -m probe layers  # names the layer (docs/probe.md)", ALL),
+    "weights": ('LLM(..., dtype="float32")  # or give both sides the rounded ones', ALL),
     "cache": ("LLM(..., enable_prefix_caching=False)  # or reset_prefix_cache() after each load",
               ALL),
     "requests": ('pause_generation(mode="keep", clear_cache=False)  # around the load',
@@ -196,13 +198,14 @@ def beyond_chance(values: Tensor) -> bool:
 class Sampled:
     """What the engine reports of N sampled tokens, and the model's own values of them.
 
-    `values`: (N,) by hypothesis, in twice the model's precision. `noise`: by head, how far its
-    values in the engine's `dtype` are from them.
+    `values`: (N,) by hypothesis, in twice the model's precision, from weights that are rounded to
+    the engine's `dtype`; `by_rounding`: how far those of the weights as they are differ. `noise`:
+    by head, how far the values in that dtype differ.
     """
 
     def __init__(self, model: Any, sampling: dict[str, float], dtype: torch.dtype,
                  rows: Sequence[Row], reported: Sequence[float]):
-        self.rows, self.reported = rows, torch.tensor(reported, dtype=torch.float64)
+        self.rows, self.reported = rows, torch.as_tensor(reported, dtype=torch.float64)
         rounded = {name: tensor.to(dtype) for name, tensor in model.named_parameters()
                    if tensor.is_floating_point() and tensor.dtype != dtype}
         values = defaultdict(list)
@@ -210,8 +213,10 @@ class Sampled:
             prompt, response = (torch.tensor(ids, device=model.device) for ids in row)
             ids = torch.cat([prompt, response])
             with twice_as_precise(model):
-                exact = logits_of(model, ids, {}, "")
+                exact = logits_of(model, ids, rounded, "")
+                own = logits_of(model, ids, {}, "") if rounded else exact
             readings = {name: (exact, 0, each) for name, each in hypotheses(sampling).items()}
+            readings[OWN] = own, 0, sampling
             readings |= {name: (exact, shift, sampling) for name, shift in SHIFTS.items()}
             readings |= {head: (logits_of(model, ids, rounded, head), 0, sampling)
                          for head in HEADS}
@@ -221,9 +226,9 @@ class Sampled:
                 logprobs = drawn_from(wide, prompt, response, **each)
                 values[name].append(logprobs.gather(-1, response[:, None])[:, 0].double().cpu())
         self.values = {name: torch.cat(parts) for name, parts in values.items()}
-        self.noise = {
-            head: size_of(self.values.pop(head) - self.values[PROCESSED]).nanmean().item()
-            for head in HEADS}
+        apart = {name: size_of(self.values.pop(name) - self.values[PROCESSED]).nanmean().item()
+                 for name in (OWN, *HEADS)}
+        self.by_rounding, self.noise = apart.pop(OWN), apart
 
     def judged(self, reported: Tensor, names: Iterable[str]) -> tuple[str, bool, dict[str, float]]:
         """The hypothesis that is nearest to `reported`; whether it is so beyond chance; the mean
@@ -374,6 +379,15 @@ class Audit:
         return (HIT if times > WRONG else CANNOT_TELL, f"more than rounding: {text}; look at the"
                 " loads, then at the model's class and kernels, and repeat it in float32", figures)
 
+    def weights(self) -> Found:
+        """Whether the engine rounds the model's weights, and what that changes."""
+        apart = self.first.by_rounding
+        if not apart:
+            return OK, f"of one dtype, {self.dtype}", {}
+        text = f"rounded to {self.dtype} in the engine, which changes the values by {apart:.1e}"
+        verdict = HIT if apart > WRONG * self.first.noise[IN_16_BITS] else OK
+        return verdict, text, {"by_rounding": apart}
+
     def defaults(self) -> Found:
         """Values of generation_config.json, which vLLM gives to requests that do not name them."""
         default = sampling_of(self.llm.get_default_sampling_params())
@@ -394,7 +408,9 @@ class Audit:
         if [*map(len, self.trained)] != [len(response) for _, response in self.first.rows]:
             raise ValueError("trainer must return a number for each token of the response")
         values = torch.tensor([*chain(*self.trained)], dtype=torch.float64)
-        scores, is_sure, errors = self.first.judged(values, self.first.values)
+        own = Sampled(self.model, self.sampling, self.model.dtype, self.first.rows, values)
+        fits = [each.judged(values, each.values) for each in (self.first, own)]  # it may round, too
+        scores, is_sure, errors = min(fits, key=lambda fit: fit[2][fit[0]])
         text = f"{errors[PROCESSED]:.1e} from the sampler's distribution"
         if errors[scores] > WRONG * self.first.noise[IN_16_BITS] + FLOOR:
             return HIT, f"{text}: other weights or tokens", errors
@@ -519,7 +535,8 @@ def check(
         with torch.random.fork_rng():
             audit = Audit(llm, model, sampling, new_tokens)
             report = Report(audit.line(each.__name__, each) for each in (
-                audit.semantics, audit.head, audit.numerics, audit.defaults, audit.schedule))
+                audit.semantics, audit.head, audit.numerics, audit.weights, audit.defaults,
+                audit.schedule))
             if trainer:
                 report.append(Line("trainer", *audit.trainer(trainer)))
             report += audit.path(sync, requests)

@@ -80,13 +80,13 @@ class OutOfReach(RuntimeError):
 
 def is_here(llm: Any) -> bool:
     """Whether the engine of an LLM runs in this process."""
-    core = getattr(llm.llm_engine, "engine_core", None)  # V0 has none
+    core = getattr(getattr(llm, "llm_engine", llm), "engine_core", None)  # V0 has none
     return core is None or hasattr(core, "engine_core")
 
 
 def in_worker(llm: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(worker, *arguments)` in the one worker of an LLM. Raises: OutOfReach."""
-    config = llm.llm_engine.vllm_config.parallel_config
+    config = getattr(llm, "llm_engine", llm).vllm_config.parallel_config
     if config.world_size * getattr(config, "data_parallel_size", 1) > 1:
         raise OutOfReach("each of the engine's workers has a part of the tensors")
     by_name = config.worker_extension_cls.endswith(".Worker") and not is_here(llm)
@@ -106,8 +106,8 @@ def differing(
 ) -> Report:
     """Compare what vLLM's modules (all, or those of the slice) hold with what was sent.
 
-    `engine`: an LLM, or a worker. Each sent tensor is read only while it is compared. Raises:
-    ValueError if no name is the engine's; OutOfReach.
+    `engine`: an LLM, its LLMEngine, or a worker. Each sent tensor is read only while it is
+    compared. Raises: ValueError if no name is the engine's; OutOfReach.
     """
     if hasattr(engine, "get_model"):
         return differing_in(engine, weights, modules)
@@ -240,12 +240,12 @@ def copies(module: Any) -> Iterator[tuple[str, Tensor]]:
     elif module.weight.numel():
         yield "weight", module.weight
     if hasattr(module, "cpu_linear"):
-        columns = []
+        columns, dtype = [], getattr(module, "params_dtype", module.weight.dtype)
         # vLLM 0.26 packs embeddings too, which have another name for it.
         width = getattr(module, "input_size", None) or module.embedding_dim
         for start in range(0, width, IDENTITY_ROWS):
             count = min(IDENTITY_ROWS, width - start)
-            identity = torch.zeros(count, width, dtype=module.params_dtype)
+            identity = torch.zeros(count, width, dtype=dtype)
             identity.diagonal(start).fill_(1)
             columns.append(module.quant_method.apply(module, identity))
         yield "weight", torch.cat(columns).T

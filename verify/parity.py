@@ -374,6 +374,8 @@ class Audit:
         error = self.errors[self.reports]
         text = f"{error:.1e}, {times:.1f} times the model's own noise in {self.dtype}"
         figures = {"error": error, **self.first.noise}
+        if wrong := int((~self.first.reported.isfinite()).sum()):
+            return HIT, f"{wrong} of {len(self.first.reported)} log-probabilities not finite", {}
         if times < NOISE:
             return OK, f"as good as {self.dtype} allows: {text}", figures
         return (HIT if times > WRONG else CANNOT_TELL, f"more than rounding: {text}; look at the"

@@ -34,7 +34,6 @@ class Verdict:
         self.status = "mismatch" if self.causes else unnamed
         named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
         self.blamed = named or unnamed
-        self.headline = f"{self.blamed}. {self.figures}"
 
     @property
     def sentence(self) -> str:
@@ -182,7 +181,7 @@ class StepProbe:
         save_trace(f"{path}.json", trace,
                    {"vllm": self.engine.vllm_version, "audit": settings})
         path.with_suffix(".txt").write_text(f"{title}\n{verdict.report}\n")
-        print(f"{title}: {verdict.headline}")
+        print(f"{title}: {verdict.blamed}. {verdict.figures}")
         return {"probe": verdict.blamed}
 
 

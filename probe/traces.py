@@ -17,7 +17,6 @@ from report.errors import stage
 from verify.parity import sampling_of
 
 FORMAT = 1  # version of the trace format (docs/audit.md); a file without one is read as 1
-VALUES = {"logprobs": "", "trainer_logprobs": ", values of the trainer"}  # by column, of a group
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,8 @@ def _traces(name: str, group: dict[str, Any], prompts: list[list[int]], dtype: s
         values = _unpadded(f"{name}/{column}", group[column], padded, *NUMBERS)
         rollouts = [Rollout(prompt, None, *response) for prompt, *response
                     in zip(prompts, tokens, values, strict=True)]
-        traces.append(Trace(f"{name}{VALUES[column]}", rollouts, sampling, dtype))
+        title = name if column == "logprobs" else f"{name}/{column}"
+        traces.append(Trace(title, rollouts, sampling, dtype))
     return traces
 
 

@@ -5,7 +5,6 @@ Exit status: 0 parity, 1 mismatch, 2 bad input, or an error of the probe itself 
 """
 
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +16,7 @@ import verify
 from engine_adapter import Engine, ParityFlags
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
-from probe.traces import Trace, load_traces
+from probe.traces import load_traces
 from report.errors import MANY, exit_with_message, stage, within
 from rl import Policy
 from verify.head import check_head
@@ -60,7 +59,6 @@ class Diagnose:
 
     model: str  # Folder or hub name of the trainer's weights.
     trace: tyro.conf.Positional[str]  # File, .npz or .json; docs/audit.md has the layout.
-    group: str | None = None  # Diagnose only this group; if not given, every group.
     # Folders with the trainer's weights 1, 2, ... updates back, newest first.
     earlier: tuple[str, ...] = ()
     # Distribution that the trainer scores: all sampling parameters, or the temperature alone.
@@ -69,7 +67,7 @@ class Diagnose:
     trainer_head: Literal["float32", "model"] = "float32"
 
     def run(self) -> int:
-        traces = groups_of(self.trace, self.group)
+        traces = load_traces(self.trace)
         dtype = traces[0].dtype
         policy = load_policy(self.model, dtype, self.trainer_head == "float32")
         earlier = [dict(load_policy(path, dtype).model.named_parameters())
@@ -82,14 +80,6 @@ class Diagnose:
         return int(status)
 
 
-def groups_of(path: str, group: str | None) -> list[Trace]:
-    """Every group of the trace, or one. Raises: ValueError if it has none of that name."""
-    traces = [each for each in load_traces(path) if group in (None, each.name)]
-    if not traces:
-        raise ValueError(f"group must be one of those in {path}, got {group}")
-    return traces
-
-
 def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
     """The trainer of the probe. Raises: ValueError for every error in loading it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,10 +87,6 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
         model = model_folder.load(path, getattr(torch, dtype)).to(device)
         policy = Policy(model, fp32_head=fp32_head)
         check_head(policy)
-        with suppress(ImportError):  # without that file, too, as a run computes
-            from extras.prompts_once import policy_options
-
-            policy = policy.changed(**policy_options(policy.model))
         return policy
 
 

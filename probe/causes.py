@@ -19,9 +19,6 @@ class Cause:
 
 RAW = Cause("semantics", "raw log-probabilities",
             'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
-HIDDEN = Cause("semantics", "{} of generation_config.json in the sampler and not in the trace",
-               "name every sampling parameter in every request;"
-               ' generation_config="vllm" (--parity.uncached-runtime)')
 SAMPLER = Cause("semantics", "tokens drawn from another distribution than the reported one",
                 "compare the sampler's temperature, mask and seeds with the request's")
 NO_MASK = Cause("semantics", "mask or penalties applied by the sampler and not by the trainer",
@@ -37,13 +34,6 @@ STALE = Cause("inference path", "weights {} update(s) old",
 WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones",
                        "match responses to prompts by request id, or send these again, alone")
 
-TRAINER = Cause("trainer", "recorded log-probabilities, judged as an engine's would be: {}",
-                "score the sampled tokens, each at its place, with the weights of --model, the"
-                " trace's sampling, --trainer and --trainer-head")
-
 HEAD = Cause("numerics", "head in 16 bits {}",
              'an fp32 head on both sides, hf_overrides={"head_dtype": "float32"} in vLLM'
              " (--parity.fp32-head)")
-ROUNDED = Cause("numerics", "linear layers rounded to {}, one scale for each output channel",
-                "load the weights as they are, or correct for the difference"
-                " (--rollout-weights, --tis)")

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,68 +31,63 @@ ROUNDING = {torch.float32: (64.0, 4.0), torch.bfloat16: (2.0, 0.21), torch.float
 FLOORS = 1.3  # largest mean of BLOCK neighbouring positions that is no fault
 BLOCK = 32
 MOST = 10.0  # floors that a token counts at most: rounding sends a few tokens to another expert
-SUMMED = ", summed"  # after a place: the sum of the two tensors that a layer of vLLM returns
-States = dict[str, Tensor]  # by place, such as "layer 0, input of MLP" or "final norm": (T, H)
+# By place, such as "layer 0, input of MLP" or "final norm": (F, T, H). If a layer of vLLM returns
+# two tensors, the residual stream is the first or their sum, and F is 2.
+States = dict[str, Tensor]
+Points = dict[str, tuple[Module, bool]]  # by place: a module, and whether what enters it is kept
 
 
-class Point(NamedTuple):
-    """Where a hook keeps states."""
-
-    module: Module
-    kind: Literal["entering", "leaving", "stream"]  # stream: the residual stream, leaving
-
-
-def find_modules(model: Module, count: int) -> dict[str, Point]:
-    """The points by place: around attention and MLP, and after each layer and the model."""
+def find_modules(model: Module, count: int) -> Points:
+    """Around attention and MLP, and after each layer and the model."""
     layers = next((each for each in model.modules()
                    if isinstance(each, ModuleList) and len(each) == count), None)
     if layers is None:
         raise ValueError(f"model must have its {count} decoder layers in a list (their outputs are"
                          f" compared), got {type(model).__name__}")
-    points = {"embedding": Point(layers[0], "entering"), "final norm": Point(model, "stream")}
+    points = {"embedding": (layers[0], True), "final norm": (model, False)}
     for index, layer in enumerate(layers):
-        points[f"layer {index}, output"] = Point(layer, "stream")
+        points[f"layer {index}, output"] = (layer, False)
         for name, module in layer.named_children():
             if name in HALVES:
-                points[f"layer {index}, input of {HALVES[name]}"] = Point(module, "entering")
-                points[f"layer {index}, {HALVES[name]}"] = Point(module, "leaving")
+                points[f"layer {index}, input of {HALVES[name]}"] = (module, True)
+                points[f"layer {index}, {HALVES[name]}"] = (module, False)
     return points
 
 
-def collect(points: dict[str, Point], run: Callable[[], Any],
-            given: States | None = None) -> tuple[Any, States]:
-    """The result of `run`, and the states at each place, which those `given` then replace.
+def nearest(forms: Tensor, states: Tensor) -> Tensor:
+    """That of the forms which is nearest to the trainer's states: (F, T, H), (T, H) -> (T, H)."""
+    return min(forms, key=lambda form: (form - states).norm())
 
-    `given` has both forms of vLLM's residual streams; the one that fits is left in it.
-    """
+
+def collect(points: Points, run: Callable[[], Any],
+            given: States | None = None) -> tuple[Any, States]:
+    """The result of `run`, and the states at each place, which those `given` then replace."""
     seen = defaultdict(list)
 
-    def visit(place: str, states: Tensor) -> None:
-        seen[place].append(states.flatten(0, -2).clone())  # vLLM's norms write in place
+    def visit(place: str, *forms: Tensor) -> None:
+        flat = torch.stack(forms).flatten(1, -2)  # copies: vLLM's norms write in place
+        seen[place].append(flat)
         if given:
-            both = given[place], given.pop(place + SUMMED, given[place])
-            given[place] = min(both, key=lambda each: (each.view_as(states) - states).norm())
-            states.copy_(given[place].view_as(states))
+            forms[0].copy_(nearest(given[place], flat[0]).view_as(forms[0]))
 
     def enter(place: str, _module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         visit(place, next(each for each in (*args, *kwargs.values())
                           if isinstance(each, Tensor) and each.is_floating_point()))
 
     def leave(place: str, _module: Module, _args: tuple, output: Any) -> None:
-        summed = isinstance(output, tuple) and output[1] is not None  # Gemma 4 returns None
-        if points[place].kind == "stream" and summed:
-            visit(place + SUMMED, output[0] + output[1])
-        visit(place, output if isinstance(output, Tensor) else output[0])
+        first, *rest = [output] if isinstance(output, Tensor) else output[:2]
+        alike = [each for each in rest if isinstance(each, Tensor) and each.shape == first.shape]
+        visit(place, first, *(first + each for each in alike))
 
     with ExitStack() as hooks:
-        for place, (module, kind) in points.items():
-            if kind == "entering":
+        for place, (module, enters) in points.items():
+            if enters:
                 hook = module.register_forward_pre_hook(partial(enter, place), with_kwargs=True)
             else:
                 hook = module.register_forward_hook(partial(leave, place))
             hooks.callback(hook.remove)
         result = run()
-    return result, {place: torch.cat(parts) for place, parts in seen.items()}
+    return result, {place: torch.cat(parts, dim=1) for place, parts in seen.items()}
 
 
 @torch.no_grad()
@@ -109,44 +104,43 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]],
     sampling = Sampling(temperature=0.7, max_new_tokens=max_new_tokens)
     ours = find_modules(policy.model.base_model, count)
     theirs = find_modules(engine.vllm_model, count)
-    trainers = {place: ours[place] for place in ours if place in theirs}
-    engines = {place: theirs[place] for place in trainers}
+    points = {place: ours[place] for place in ours if place in theirs}
     figures = []
     positions = []
     for seed, prompt in enumerate(prompts):
         run = partial(engine.generate, [prompt], 1, sampling, [seed])
-        (rollout,), states = collect(engines, run)
+        (rollout,), states = collect(theirs, run)
         ids = (prompt + rollout.token_ids)[:-1]
-        figures.append(_differences(policy, trainers, ids, states))
+        figures.append(_differences(policy, points, ids, states))
         positions += range(len(ids))
     order = torch.tensor(positions).argsort()
     return [_row(place, *torch.cat([each[place] for each in figures], dim=1)[:, order])
             for place in figures[0]]
 
 
-def _differences(policy: Policy, points: dict[str, Point], ids: list[int],
+def _differences(policy: Policy, points: Points, ids: list[int],
                  theirs: States) -> dict[str, Tensor]:
     """|engine - trainer| / |trainer| and its noise floor, by place: (2, T).
 
     The floor is the rounding of both sides, measured against twice the precision.
     """
     run = partial(policy.hidden, torch.tensor([ids], device=policy.device))
-
-    def ours() -> States:
-        return collect(points, run, theirs)[1]
-
-    def relative(states: States) -> Tensor:  # (P, T)
-        pairs = [(states[place].double(), alone[place].double()) for place in alone]
-        return torch.stack([(one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30)
-                            for one, other in pairs])
-
-    alone = ours()
-    both, one = ROUNDING[policy.model.dtype]
+    _, alone = collect(points, run, theirs)
     with twice_as_precise(policy.model):
-        squares = both * relative(ours()).square()
-    squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2
-    figures = torch.stack([relative(theirs), squares.sqrt()], dim=1).cpu()  # (P, 2, T)
-    return dict(zip(alone, figures, strict=True))
+        _, precise = collect(points, run, theirs)
+    both, one = ROUNDING[policy.model.dtype]
+    rounding = (one * torch.finfo(policy.model.dtype).eps) ** 2
+    figures = {}
+    for place, (own,) in alone.items():
+        floor = (both * _relative(precise[place], own).square() + rounding).sqrt()
+        figures[place] = torch.stack([_relative(theirs[place], own), floor]).cpu()
+    return figures
+
+
+def _relative(forms: Tensor, own: Tensor) -> Tensor:
+    """|other - own| / |own| of each token: (F, T, H), (T, H) -> (T,)."""
+    difference = nearest(forms, own).double() - own.double()
+    return difference.norm(dim=-1) / own.double().norm(dim=-1).clamp(min=1e-30)
 
 
 def _row(place: str, difference: Tensor, floor: Tensor) -> dict[str, Any]:

@@ -10,16 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, starmap
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from extras.shared.linear_layers import linear_layers, rounded
-from extras.shared.masks import MaskedSampling
 from probe import causes
 from probe.causes import Cause
-from probe.replay import NEVER_FULL, Replay, Weights
+from probe.replay import Replay, Sampling, Weights
 from probe.traces import Trace
 from rl import Policy
 from verify.parity import NEUTRAL, twice_as_precise
@@ -33,9 +30,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause: at most this share may rem
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 WRONG_TOKENS = 1 / 2  # of a wrong request: at a mask's edge one token may be far off
-ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
-OFF = {name: value for name, value in NEUTRAL.items() if name != "temperature"} | {"top_k": 0}
 
 
 # ---------------------------------------------------------------------------------- the rule
@@ -53,19 +48,16 @@ def limit(mean: float, spread: float, sequences: int) -> float:
 class Readout:
     """How reported values follow from a forward pass."""
 
-    distribution: MaskedSampling
+    distribution: Sampling
     head: torch.dtype  # float32, or the model's
-
-
-Values = dict[Readout, Tensor]  # log-probabilities (N,)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass under a hypothesis, as log-probabilities."""
+    """A forward pass under a hypothesis."""
 
-    precise: Values  # in twice the precision of the model
-    rounded: Values  # in the model's own
+    # Log-probabilities in twice the precision of the model and in the model's own: (2, N).
+    values: dict[Readout, Tensor]
     cause: Cause | None = None
 
 
@@ -79,15 +71,7 @@ class Explanation:
     trainer_error: float
     allowed: float  # the limit of the mean of the sequences that are not wrong
     wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
-    explains_right: bool  # that mean is allowed, and no cause explains too little
-
-    @property
-    def few_wrong(self) -> bool:
-        return self.wrong.double().mean().item() <= 0.5
-
-    @property
-    def fits(self) -> bool:
-        return self.explains_right and self.few_wrong
+    fits: bool  # at most half are wrong, the others' mean is allowed, no cause explains too little
 
     @property
     def order(self) -> tuple:
@@ -108,23 +92,6 @@ def size_of(error: Tensor) -> Tensor:
     return error.abs().masked_fill(outside, math.nan if few else 1.0)
 
 
-def distributions_of(
-    sampling: MaskedSampling, model: Any, trainer: str
-) -> dict[MaskedSampling, Cause | None]:
-    """What the trainer scores, and what an engine may report instead, with the cause of that."""
-    alone = replace(sampling, **OFF)
-    distributions = {alone if trainer == "temperature" else sampling: None}
-    distributions.setdefault(sampling, causes.NO_MASK)
-    raw = replace(alone, temperature=float(sampling.temperature > 0))
-    distributions.setdefault(raw, causes.RAW)
-    config = model.generation_config.to_diff_dict()
-    hidden = {name: config[name] for name, off in OFF.items()
-              if name in config and getattr(sampling, name) == off}
-    shown = ", ".join(f"{name} {value}" for name, value in hidden.items())
-    distributions.setdefault(replace(sampling, **hidden), causes.HIDDEN.of(shown))
-    return distributions
-
-
 # ---------------------------------------------------------------------------------- the search
 class Probe(Replay):
     """The search in one trace. The arguments are those of `diagnose`."""
@@ -132,17 +99,18 @@ class Probe(Replay):
     def __init__(self, policy: Policy, trace: Trace, earlier: Sequence[Weights],
                  trainer: str = "processed"):
         super().__init__(policy, trace)
-        self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = earlier
-        self.distributions = distributions_of(trace.sampling, policy.model, trainer)
-        self.unmasked = replace(trace.sampling, **OFF)
-        scored = next(iter(self.distributions))
-        fp32_head = policy.head.dtype == torch.float32
-        where = "in the engine" if fp32_head else "on both sides"
+        sampled = tuple(trace.sampling.items())
+        self.unmasked = tuple((NEUTRAL | {"temperature": trace.sampling["temperature"]}).items())
+        scored = self.unmasked if trainer == "temperature" else sampled
+        # What an engine may report, and the cause if it is not what the trainer scores.
+        self.distributions = {tuple(NEUTRAL.items()): causes.RAW, sampled: causes.NO_MASK,
+                              scored: None}
+        self.trainer = Readout(scored, policy.head.dtype)
+        where = "in the engine" if policy.head.dtype == torch.float32 else "on both sides"
         self.heads = {policy.model.dtype: causes.HEAD.of(where), torch.float32: None}
-        self.trainer = Readout(scored, torch.float32 if fp32_head else policy.model.dtype)
-        self.now = self._forward(None, self.weights)
-        self.recomputed = self.now.rounded[self.trainer]  # (N,) the trainer's log-probabilities
+        self.now = self._forward(None, {})
+        _, self.recomputed = self.now.values[self.trainer]  # (N,) the trainer's log-probabilities
         self.start = self.explain(self.now, Readout(scored, torch.float32))
 
     def search(self) -> list[Explanation]:
@@ -162,89 +130,72 @@ class Probe(Replay):
     def _passes(self) -> Iterator[Pass]:
         """Weights and KV caches, cheap ones first."""
         yield self.now
-        for kind in ROUNDINGS:
-            weights = {name: rounded(self.weights[name], kind)
-                       for name in linear_layers(self.policy.model)}
-            yield self._forward(causes.ROUNDED.of(kind), self.weights | weights)
         for updates, weights in enumerate(self.earlier, 1):
             yield self._forward(causes.STALE.of(updates), weights)
             for block in BLOCK_SIZES:
-                if self.prompt_lengths.max() > block:
-                    yield self._forward(causes.PREFIX, self.weights, weights, block)
+                if any(len(prompt) > block for prompt, _ in self.tokens):
+                    yield self._forward(causes.PREFIX, {}, weights, block)
 
     def _forward(self, cause: Cause | None, weights: Weights, old: Weights | None = None,
-                 block: int = NEVER_FULL) -> Pass:
+                 block: int = 1) -> Pass:
         """With weights, and with the keys and values of old ones in the prompts' full blocks."""
+        readouts = starmap(Readout, product({*self.distributions, self.unmasked}, self.heads))
         with self.policy.using(weights):
             with twice_as_precise(self.policy.model):
-                hidden = self.hidden(old, block)
-            return Pass(self._read(hidden), self._read(self.hidden(old, block)), cause)
-
-    def _read(self, hidden: Tensor) -> Values:
-        """Log-probabilities of the sampled tokens under each readout."""
-        values = {}
-        for dtype in self.heads:
-            states = hidden if dtype == torch.float32 else hidden.to(dtype)
-            head = replace(self.policy.head, temperature=1.0,
-                           dtype=torch.promote_types(states.dtype, dtype))
-            for sampling in {*self.distributions, self.unmasked}:
-                logprobs = self.logprobs(states, head, sampling)
-                values[Readout(sampling, dtype)] = logprobs.double()
-        return values
+                precise = self.hidden(old, block)
+            both = precise, self.hidden(old, block)
+            values = {each: torch.stack([self.logprobs(states, each.head, each.distribution)
+                                         for states in both]) for each in readouts}
+        return Pass(values, cause)
 
     def _where_closer(self, hypothesis: Pass, readout: Readout) -> Pass:
         """The pass in the requests that it brings closer, and the trainer's own in the others."""
         gain = size_of(self.error(self.now, readout)) - size_of(self.error(hypothesis, readout))
         closer = (self.row_means(gain) > 0)[self.rows]  # (N,)
-
-        def choose(one: Values, other: Values) -> Values:
-            return {each: torch.where(closer, one[each], other[each]) for each in one}
-
-        return Pass(choose(hypothesis.precise, self.now.precise),
-                    choose(hypothesis.rounded, self.now.rounded), hypothesis.cause)
+        values = {each: torch.where(closer, hypothesis.values[each], self.now.values[each])
+                  for each in hypothesis.values}
+        return Pass(values, hypothesis.cause)
 
     # ------------------------------------------------------------------------------ explanations
     def error(self, hypothesis: Pass, readout: Readout) -> Tensor:
         """The engine's error against a hypothesis: (N,)."""
-        return self.reported - hypothesis.precise[readout]
+        return self.reported - hypothesis.values[readout][0]
 
-    def limits(self, hypothesis: Pass, readout: Readout) -> tuple[float, Tensor, float, float]:
-        """The trainer's mean |error| and the noise of each token, in nats, (N,); the limits of the
-        engine's mean |error| and of each sequence's, in multiples of the noise.
+    def explain(self, hypothesis: Pass, readout: Readout) -> Explanation:
+        """The engine's error against the noise of each token, by which the trainer's own error sets
+        the limits (`limit`).
 
         Rounded logits move a log-probability in proportion to 1 - p. A mask leaves few uncertain
         tokens, so the trainer's error is measured without it.
         """
         unmasked = replace(readout, distribution=self.unmasked)
-        exact = hypothesis.precise[unmasked]
-        error = (hypothesis.rounded[unmasked] - exact).abs()
+        exact, rounded = hypothesis.values[unmasked]
+        error = (rounded - exact).abs()
         others = ROUNDING - exact.expm1()
         share = error.sum() / others.sum()
         multiples = error / (share * others + ROUNDING)
         mean = multiples.mean().item()
-        sequences = len(self.inputs)
+        sequences = len(self.tokens)
         # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
         # show their spread.
         distance = (self.row_means(multiples) - mean).square().sum() + multiples.square().mean()
         spread = (distance / sequences).sqrt().item()
-        noise = share * -hypothesis.precise[readout].expm1() + ROUNDING
+        allowed = limit(mean, spread, sequences)
         # The worst sequence of all is further away than one.
-        alone = 2 * limit(mean, spread, 1)
-        return error.mean().item(), noise, limit(mean, spread, sequences), alone
+        allowed_alone = 2 * limit(mean, spread, 1)
 
-    def explain(self, hypothesis: Pass, readout: Readout) -> Explanation:
-        trainer_error, noise, allowed, allowed_alone = self.limits(hypothesis, readout)
         size = size_of(self.error(hypothesis, readout))  # (N,)
+        noise = share * -hypothesis.values[readout][0].expm1() + ROUNDING
         multiples = ((size - ROUNDING) / noise).clamp(0, allowed_alone / WRONG_TOKENS)
-        wrong = self.row_means(multiples) > allowed_alone
-        right = ~wrong[self.rows]  # (N,)
-        explains_right = (multiples[right].nanmean().item() <= allowed
-                          and self._each_removes_enough(hypothesis, readout))
+        wrong = self.row_means(multiples) > allowed_alone  # (B,)
+        of_right = multiples[~wrong[self.rows]].nanmean().item()
+        fits = (wrong.double().mean().item() <= 0.5 and of_right <= allowed
+                and self._each_removes_enough(hypothesis, readout))
         changes = (hypothesis.cause, self.distributions[readout.distribution],
                    self.heads[readout.head])
-        in_nats = allowed * noise.mean().item() + ROUNDING
         return Explanation(tuple(filter(None, changes)), readout, size.nanmean().item(),
-                           trainer_error, in_nats, wrong, explains_right)
+                           error.mean().item(), allowed * noise.mean().item() + ROUNDING, wrong,
+                           fits)
 
     def _each_removes_enough(self, hypothesis: Pass, readout: Readout) -> bool:
         """Whether each cause removes enough of the error that remains without it.
@@ -263,7 +214,7 @@ class Probe(Replay):
             return all(size_of(left).nanmean() <= MOST_LEFT * size_of(each).nanmean()
                        for each in without)
         # The hidden states are rounded as the engine's are.
-        by_head = hypothesis.rounded[readout] - hypothesis.rounded[fine]
+        by_head = hypothesis.values[readout][1] - hypothesis.values[fine][1]
         return signs_agree(by_head, left) and all(signs_agree(each - left, each)
                                                   for each in without)
 

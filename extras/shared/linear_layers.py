@@ -1,6 +1,6 @@
 """The linear layers of a body, and weights for the engine that are computed when they are sent.
 
-Shared by extras/lora.py, extras/rounded_weights.py and the probe.
+Shared by extras/lora.py and extras/rounded_weights.py.
 """
 
 from collections import UserDict

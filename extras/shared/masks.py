@@ -1,6 +1,6 @@
-"""Sampling under a mask (top-k, top-p, min-p) or with penalties, and the sets that a mask keeps.
+"""Sampling under a mask (top-k, top-p, min-p), and the sets that a mask keeps.
 
-Shared by extras/sampling_mask.py, extras/transformers_engine.py and the probe.
+Shared by extras/sampling_mask.py and extras/transformers_engine.py.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Rollout, Sampling
-from report.errors import LARGEST, MANY, SMALLEST, within
+from report.errors import MANY, within
 
 
 def check_mask(options: Any) -> None:
@@ -29,28 +29,21 @@ def has_mask(options: Any) -> bool:
 
 @dataclass(frozen=True)
 class MaskedSampling(Sampling):
-    """Training uses the mask. The probe also uses the penalties: `Replay.logprobs` reproduces all.
-    """
+    """With a mask."""
 
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
 
     def __post_init__(self):
         super().__post_init__()
         check_mask(self)
-        within(self, SMALLEST, LARGEST, "repetition_penalty")
-        within(self, -LARGEST, LARGEST, "presence_penalty", "frequency_penalty")
 
     def at(self, temperature: float) -> "MaskedSampling":
         return replace(self, temperature=temperature, max_kept=0)
 
     def shaped(self, logits: Tensor) -> Tensor:
-        """Without the penalties, which depend on the tokens before."""
         return masked_logits(logits / self.temperature, self)
 
     def arguments(self, vocab_size: int) -> dict[str, Any]:
@@ -58,9 +51,7 @@ class MaskedSampling(Sampling):
         # if a set is larger.
         num_logprobs = min(self.max_kept + 1, vocab_size) if self.max_kept else 0
         return super().arguments(vocab_size) | dict(
-            logprobs=num_logprobs, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty)
+            logprobs=num_logprobs, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
 
 
 def masked_logits(logits: Tensor, sampling: Any) -> Tensor:

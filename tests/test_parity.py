@@ -146,7 +146,7 @@ def test_each_planted_fault_is_hit_and_nothing_else(tmp_path, family, fixed, dty
             own.model(ids, labels=ids).loss.backward()
             with torch.no_grad():
                 for each in own.model.parameters():
-                    each -= 0.9 * 2**-9 * each.abs() * each.grad.sign()
+                    each.sub_(each.abs() * each.grad.sign(), alpha=0.9 * 2**-9)
             hits(["weights"], sync=own.sync, trainer=own.trainer())
 
 

@@ -167,8 +167,7 @@ class Config(extras.ByName):
                              f" {self.tis_cap}; try --tis token")
         if self.tis != "off":
             self.check_correction("tis", self.parity.off())
-        for extra in vars(self.extra).values():
-            extra.check(self)
+        extras.call("check", self, self)
 
     def check_correction(self, name: str, off: list[str]) -> None:
         """Fix the backend first, then correct the remaining mismatch, by the option of this name.
@@ -303,8 +302,7 @@ def prepare(config: Config) -> Run:
     Raises: ValueError.
     """
     run = find_run(config)
-    for extra in vars(config.extra).values():
-        extra.install(run)
+    extras.call("install", config, run)
     if run.engine_kind.copies_weights:
         check_vllm_version(config.checks.allow_untested_vllm)
     run.find_start(run)

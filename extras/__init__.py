@@ -10,6 +10,7 @@ the top of a file: --help imports all of them. What two files share is in shared
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import isfunction
 from pathlib import Path
@@ -19,6 +20,7 @@ import tyro
 
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --extra.lora.lora-rank
 HOOKS = {"check", "install"}
+MEANT = *HOOKS, "post_init"  # what a private method's name may have been
 KINDS: list[type] = []
 
 
@@ -29,10 +31,16 @@ class Extra:
 
     def __init_subclass__(cls) -> None:
         for name, member in vars(cls).items():
-            if isfunction(member) and name not in HOOKS and name[0] != "_":
+            is_known = name in HOOKS | {"__post_init__"}
+            is_method = not is_known and isfunction(getattr(member, "__func__", member))
+            if is_method and (name[0] != "_" or get_close_matches(name.strip("_"), MEANT)):
                 raise SystemExit(f"error: {name} of {cls.__module__} is no hook, so nothing would"
                                  f" call it; hooks are {', '.join(sorted(HOOKS))}")
-        KINDS.append(dataclass(frozen=True)(cls))
+        kind = dataclass(frozen=True)(cls)
+        if others := {*kind.may_change} - {option.name for option in fields(kind)}:
+            raise SystemExit(f"error: may_change of {cls.__module__} must be a tuple of its own"
+                             f" options, got {', '.join(sorted(others))}")
+        KINDS.append(kind)
 
     def check(self, config: Any) -> None:
         """Rules, also those that concern options of others. Raises: ValueError."""
@@ -51,9 +59,10 @@ for file in FILES.values():
     if len(own) != 1 or HOOKS & vars(file).keys():
         raise SystemExit(f"error: {file.__file__} must have one class of extras.Extra, with its"
                          " options and its hooks")
+OWN = {kind.__module__.rpartition(".")[2]: kind for kind in KINDS}
 Options = make_dataclass(
-    "Options", [(name, Flat[kind], field(default_factory=kind))
-                for name, kind in zip(FILES, KINDS, strict=True)], frozen=True)
+    "Options", [(name, Flat[OWN[name]], field(default_factory=OWN[name])) for name in FILES],
+    frozen=True)
 Options.__module__ = __name__  # for pickle
 
 
@@ -65,6 +74,13 @@ def options_of(group: Any) -> Iterator[tuple[str, Any, Any]]:
             yield option.name, option.default, value
         elif option.name != "parity":
             yield from options_of(value)
+
+
+def call(hook: str, config: Any, argument: Any) -> None:
+    """The hook of each file. Raises: TypeError if one returns what nothing would read."""
+    for name, extra in vars(config.extra).items():
+        if getattr(extra, hook)(argument) is not None:
+            raise TypeError(f"{hook} of extras.{name} must return nothing (none would read it)")
 
 
 class ByName:

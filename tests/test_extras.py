@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, command, config_of, copied, python, timeless
@@ -112,8 +113,14 @@ def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
         (folder / "extras" / "tracker.py").write_text(code)
         said = python("-c", "import extras", folder=folder, status=1).stderr
         assert said.startswith(f"error: {folder}/extras/tracker.py must have one class of") and said.count("\n") == 1
-    with pytest.raises(SystemExit, match="instal of mine is no hook"):
-        type("Options", (extras.Extra,), {"instal": lambda self, run: None, "__module__": "mine"})
+    for name in ("instal", "_install", "__postinit__"):
+        with pytest.raises(SystemExit, match=f"{name} of mine is no hook"):
+            type("Options", (extras.Extra,), {name: lambda self, run: None, "__module__": "mine"})
+    with pytest.raises(SystemExit, match="may_change of mine must be a tuple of its own options, got m"):
+        type("Options", (extras.Extra,), {"may_change": "mm", "__module__": "mine"})
+    silent = SimpleNamespace(extra=SimpleNamespace(mine=SimpleNamespace(install=lambda run: run)))
+    with pytest.raises(TypeError, match=r"install of extras\.mine must return nothing"):
+        extras.call("install", silent, "a run")
     run = Run(config_of(), "", None, None, set(), {}, [])
     run.source, run.policy["measures"] = "one option's", ()
     run.policy |= {"temperature": 1.0}

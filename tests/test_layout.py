@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "train": "engine_adapter extras model_folder objectives report rl tasks verify",
     "extras": "engine_adapter model_folder objectives report rl tasks verify",
     "examples": "engine_adapter extras model_folder objectives report rl tasks verify",
-    "probe": "engine_adapter extras model_folder objectives report rl tasks verify",
+    "probe": "engine_adapter extras model_folder report rl verify",
     "lab": "engine_adapter exercises extras model_folder objectives probe report rl tasks train verify",
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip

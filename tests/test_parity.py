@@ -197,8 +197,8 @@ def test_a_check_changes_no_bit_of_what_comes_after(tmp_path):
 
 
 @pytest.mark.engine
-def test_an_engine_that_cannot_be_checked_now_is_refused_in_a_sentence(tmp_path):
-    with stack(TINY, enable_sleep_mode=False) as own:
+def test_what_cannot_be_checked_or_arrives_nowhere_is_said_in_a_sentence(monkeypatch):
+    with stack(TINY, block_size=128) as own:
         from vllm import SamplingParams
 
         own.llm.llm_engine.add_request("0", {"prompt_token_ids": [5]}, SamplingParams(max_tokens=4))
@@ -211,6 +211,22 @@ def test_an_engine_that_cannot_be_checked_now_is_refused_in_a_sentence(tmp_path)
                 check(own.llm, own.model, sampling=wrong)
         with pytest.raises(ValueError, match="a number for each token"):
             check(own.llm, own.model, trainer=lambda prompt, response: [0.0])
+        for wrong in ({"requests": True}, {"new_tokens": 128}):
+            with pytest.raises(ValueError, match=r"new_tokens must be from 1 to 127 .*, and requests need sync"):
+                check(own.llm, own.model, **wrong)
+        with pytest.raises(ValueError, match="sync must not change the model"):
+            check(own.llm, own.model, lambda: own.model.get_parameter(UP).data.add_(1))
+        own.model.get_parameter(UP).data -= 2  # of both calls
+        own.sync()
+        own.llm.reset_prefix_cache()
+        nan = {line.name: line for line in check(own.llm, own.model, trainer=lambda prompt, response: [
+            torch.nan, *own.trainer()(prompt, response)[1:]])}["trainer"]
+        assert (nan.verdict, nan.text) == ("hit", "16 of 512 values are not finite")
+        assert own.verdicts(sync=own.sync)["cache"] == "cannot tell"  # no prompt fills a block
+        with monkeypatch.context() as patch:
+            patch.setattr(proof, "differing", lambda *given: (_ for _ in ()).throw(ValueError("other names")))
+            lines = {line.name: line for line in check(own.llm, own.model, lambda: None)}
+            assert (lines["loads"].verdict, lines["loads"].text) == ("hit", "the moved weights did not arrive")
         own.llm.apply_model(lambda model: model.model.norm.weight.data[:1].fill_(torch.nan))
         lines = {line.name: line for line in check(own.llm, own.model)}
         assert (lines["numerics"].verdict, lines["loads"].verdict) == ("hit", "hit")

@@ -20,7 +20,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from inspect import signature
 from itertools import chain
 from math import inf, nan
@@ -39,7 +40,7 @@ except ImportError:  # beside another program
     import proof
 
 SIXTEEN = torch.bfloat16, torch.float16
-MOVE = 0.1  # of a tensor's standard deviation: how far the weights are moved
+MOVE, LEAST = 0.1, 0.01  # of a tensor's standard deviation, or of LEAST: how far weights are moved
 FLOOR = 1e-5  # nats: 118 of 122 random models in float32 are below it
 NOISE, WRONG = 2.0, 8.0  # times the model's own noise: an engine that rounds; more than rounding
 STALE = 2.5  # times the larger of noise and the error on other prompts: a stale cache
@@ -61,9 +62,9 @@ HIT, OK, CANNOT_TELL = "hit", "ok", "cannot tell"
 ALL = "every objective, with a correction or without"
 REPAIRS = {  # by line: what to paste, and for which objectives a hit matters
     "semantics": ('LLM(..., logprobs_mode="processed_logprobs")  # since vLLM 0.10',
-                  "two policies (a ratio to the engine's values) and corrections"),
-    "head": ('LLM(..., hf_overrides={"head_dtype": "float32"})  # since 0.26; in the trainer too',
-             f"{ALL}; the least of the faults"),
+                  "a loss with the engine's values: two policies (a ratio to them), corrections"),
+    "head": ('LLM(..., hf_overrides={"head_dtype": "float32"})  # since 0.26; in the trainer:'
+             " states.float() @ head.weight.float().T", f"{ALL}; the least of the faults"),
     "numerics": ("python -m probe layers  # names the layer (docs/probe.md)", ALL),
     "weights": ('LLM(..., dtype="float32")  # or give both sides the rounded ones', ALL),
     "cache": ("LLM(..., enable_prefix_caching=False)  # or reset_prefix_cache() after each load",
@@ -314,7 +315,7 @@ class Audit:
         self.config = llm.llm_engine.vllm_config
         self.dtype = name_of(self.config.model_config.dtype)
         self.prompts = self.random_prompts()
-        self.first = self.sample(self.prompts)
+        self.first = self.read(self.generate(self.prompts))
         self.reports, self.is_sure, self.errors = self.first.judged(
             self.first.reported, hypotheses(self.sampling))
         self.engine_head, self.trained = IN_16_BITS, []  # as long as nothing is known
@@ -338,9 +339,9 @@ class Audit:
                                 ignore_eos=True, detokenize=False))
                 for seed, prompt in enumerate(prompts)]
 
-    def sample(self, prompts: list[list[int]]) -> Sampled:
+    def generate(self, prompts: list[list[int]]) -> list[Any]:
         inputs, requests = zip(*self.requests_for(prompts), strict=True)
-        return self.read(self.llm.generate([*inputs], [*requests], use_tqdm=False))
+        return self.llm.generate([*inputs], [*requests], use_tqdm=False)
 
     def read(self, outputs: Sequence[Any]) -> Sampled:
         pairs = [(each.prompt_token_ids, each.outputs[0]) for each in outputs]
@@ -352,7 +353,14 @@ class Audit:
 
     def semantics(self) -> Found:
         """Which distribution the engine reports."""
+        given = ", ".join(f"{name} {value}" for name, value in self.sampling.items()
+                          if value != NEUTRAL[name])
         shown = ", ".join(f"{error:.1e} if {name}" for name, error in self.errors.items())
+        shown += f" (at {given or 'temperature 1'})"
+        if len(self.errors) == 1:
+            return OK, f"raw and processed values are equal with this sampling: {shown}", {}
+        if self.first.times_noise(self.reports, IN_16_BITS) > WRONG:
+            return CANNOT_TELL, f"far from each distribution: {shown}", self.errors
         if not self.is_sure:
             return CANNOT_TELL, f"distributions differ by less than the error: {shown}", self.errors
         verdict = OK if self.reports == PROCESSED else HIT
@@ -383,9 +391,9 @@ class Audit:
 
     def weights(self) -> Found:
         """Whether the engine rounds the model's weights, and what that changes."""
-        apart = self.first.by_rounding
+        apart, own = self.first.by_rounding, name_of(self.model.dtype)
         if not apart:
-            return OK, f"of one dtype, {self.dtype}", {}
+            return OK, f"{own} in the model, {self.dtype} in the engine", {}
         text = f"rounded to {self.dtype} in the engine, which changes the values by {apart:.1e}"
         verdict = HIT if apart > WRONG * self.first.noise[IN_16_BITS] else OK
         return verdict, text, {"by_rounding": apart}
@@ -410,26 +418,35 @@ class Audit:
         if [*map(len, self.trained)] != [len(response) for _, response in self.first.rows]:
             raise ValueError("trainer must return a number for each token of the response")
         values = torch.tensor([*chain(*self.trained)], dtype=torch.float64)
+        if wrong := int((values.isnan() | (values == inf)).sum()):
+            return HIT, f"{wrong} of {len(values)} values are not finite", {}
         own = Sampled(self.model, self.sampling, self.model.dtype, self.first.rows, values)
         fits = [each.judged(values, each.values) for each in (self.first, own)]  # it may round, too
         scores, is_sure, errors = min(fits, key=lambda fit: fit[2][fit[0]])
         text = f"{errors[PROCESSED]:.1e} from the sampler's distribution"
-        if errors[scores] > WRONG * self.first.noise[IN_16_BITS] + FLOOR:
+        times = errors[scores] / (self.first.noise[IN_16_BITS] + FLOOR)
+        if times > WRONG:
             return HIT, f"{text}: other weights or tokens", errors
         if not is_sure:
             return CANNOT_TELL, f"{text}, and others differ from it by less than rounding", errors
         if scores != PROCESSED:
             return HIT, f"{text}, {errors[scores]:.1e} from that {scores}", errors
-        return OK, text, errors
+        return OK if times < NOISE else CANNOT_TELL, f"{text}, {times:.1f} times the noise", errors
 
-    def cache(self) -> Found:
-        """After a load: prompts that were sampled before it, and others."""
-        seen, fresh = (self.sample(prompts).times_noise(self.reports, self.engine_head)
-                       for prompts in (self.prompts, self.random_prompts()))
-        text = (f"after a load {seen:.1f} times the noise on prompts that were sampled before it,"
-                f" {fresh:.1f} on others")
-        verdict = OK if fresh < WRONG else CANNOT_TELL
-        return HIT if seen > STALE * max(fresh, 1) else verdict, text, {}
+    def cache(self, before: list[Any]) -> Found:
+        """After a load: prompts that were sampled twice before it, and others."""
+        outputs, others = self.generate(self.prompts), self.generate(self.random_prompts())
+        seen, self.fresh = (self.read(each).times_noise(self.reports, self.engine_head)
+                            for each in (outputs, others))
+        were, are = (sum(each.num_cached_tokens or 0 for each in some)
+                     for some in (before, outputs))
+        text = (f"after a load {are} of {were} prompt tokens are still cached: {seen:.1f} times the"
+                f" noise, on other prompts {self.fresh:.1f}")
+        if are or seen > STALE * max(self.fresh, 1):
+            return HIT, text, {}
+        if self.config.cache_config.enable_prefix_caching and not were:
+            return CANNOT_TELL, "no prompt of this check fills a block of the cache", {}
+        return OK, text, {}
 
     def loads(self) -> Found:
         """Every tensor of the engine against the model's."""
@@ -443,12 +460,13 @@ class Audit:
             return HIT, f"wrong: {', '.join(report.differing[:3])} ({len(report.differing)})", {}
         return CANNOT_TELL if rest else OK, shown, {}
 
-    def begin(self) -> None:
+    def begin(self) -> list[str]:
         """Four requests that have sampled a quarter of their tokens."""
         for prompt, request in self.requests_for(self.random_prompts(4)):
             self.llm.llm_engine.add_request(f"parity-{request.seed}", prompt, request)
         for _ in range(self.new_tokens // 4):
             self.llm.llm_engine.step()
+        return [f"parity-{number}" for number in range(4)]
 
     def requests(self) -> Found:
         """What becomes of these after a load."""
@@ -471,13 +489,19 @@ class Audit:
             yield loads
             yield Line("cache", CANNOT_TELL if is_on else OK, text if is_on else "off", {})
             return
-        if requests:
-            self.begin()
-        with moved(self.model, sync):
+        before = self.generate(self.prompts)
+        with ExitStack() as stack:
+            if requests:
+                stack.callback(self.llm.llm_engine.abort_request, self.begin())
+            stack.enter_context(moved(self.model, sync))
             if requests:
                 yield self.line("requests", self.requests)
-            yield self.line("cache", self.cache)
-            yield self.line("loads", self.loads)
+            yield self.line("cache", partial(self.cache, before))
+            loads = self.line("loads", self.loads)
+            if loads.verdict == CANNOT_TELL and self.fresh > WRONG > self.first.times_noise(
+                    self.reports, self.engine_head):
+                loads = replace(loads, verdict=HIT, text="the moved weights did not arrive")
+            yield loads
 
     def line(self, name: str, make: Callable[[], Found]) -> Line:
         try:
@@ -503,7 +527,7 @@ def moved(model: Any, sync: Callable[[], Any]) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     try:
         for each, before in zip(trained, saved, strict=True):
-            scale = MOVE * before.double().std(correction=0).clamp(min=MOVE).float()
+            scale = MOVE * before.double().std(correction=0).clamp(min=LEAST).float()
             each.copy_(before.float() + scale * torch.randn(before.shape, generator=generator))
         sync()
         yield
@@ -511,6 +535,8 @@ def moved(model: Any, sync: Callable[[], Any]) -> Iterator[None]:
         for each, before in zip(trained, saved, strict=True):
             each.copy_(before)
         sync()
+        if not all(map(torch.equal, (each.cpu() for each in trained), saved)):
+            raise ValueError("sync must not change the model: its weights are others now")
 
 
 # ------------------------------------------------------------------------- the check
@@ -531,6 +557,10 @@ def check(
         raise ValueError("the engine must have no unfinished request: check between two steps")
     if llm.llm_engine.is_sleeping():
         raise ValueError("the engine must be awake: llm.wake_up()")
+    longest = llm.llm_engine.vllm_config.model_config.max_model_len
+    if not 0 < new_tokens < longest or (requests and not sync):
+        raise ValueError(f"new_tokens must be from 1 to {longest - 1} (max_model_len), and requests"
+                         f" need sync, got {new_tokens}")
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -581,12 +611,12 @@ def main() -> None:
         model.to(device, llm.llm_engine.vllm_config.model_config.dtype)
         report = check(llm, model, lambda: proof.in_worker(llm, reload, model.state_dict()),
                        sampling=words.sampling, new_tokens=words.new_tokens)
+        print(report)
         for path, found in ((words.trace, report.trace), (words.json, [*map(asdict, report)])):
             if path:
                 Path(path).write_text(json.dumps(found, indent=1))
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
         parser.error(f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}")
-    print(report)
     sys.exit(report.status)
 
 

@@ -97,7 +97,7 @@ def in_worker(llm: Any, function: Callable[..., Any], *arguments: Any) -> Any:
             raise
         raise OutOfReach("the engine runs in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0"
                          " before vllm is imported, or LLM(...,"
-                         f' worker_extension_cls="parity.Worker") ({error!r:.200})') from error
+                         ' worker_extension_cls="parity.Worker")') from error
     return answer
 
 

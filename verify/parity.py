@@ -579,6 +579,15 @@ def check(
     return report
 
 
+def by_checkpoint(model: Any) -> dict[str, Tensor]:
+    """The weights by their names in a checkpoint, which transformers 5 changes for mixtures."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return model.state_dict()
+    return revert_weight_conversion(model, dict(model.state_dict()))
+
+
 def reload(worker: Any, weights: dict[str, Tensor]) -> None:
     """vLLM's own load, in a worker."""
     load = getattr(worker.model_runner, "reload_weights", None)
@@ -609,7 +618,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(words.model)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model.to(device, llm.llm_engine.vllm_config.model_config.dtype)
-        report = check(llm, model, lambda: proof.in_worker(llm, reload, model.state_dict()),
+        report = check(llm, model, lambda: proof.in_worker(llm, reload, by_checkpoint(model)),
                        sampling=words.sampling, new_tokens=words.new_tokens)
         print(report)
         for path, found in ((words.trace, report.trace), (words.json, [*map(asdict, report)])):

@@ -359,7 +359,8 @@ class Audit:
         shown += f" (at {given or 'temperature 1'})"
         if len(self.errors) == 1:
             return OK, f"raw and processed values are equal with this sampling: {shown}", {}
-        if self.first.times_noise(self.reports, IN_16_BITS) > WRONG:
+        best, second, *_ = sorted(self.errors.values())
+        if second < 2 * best and self.first.times_noise(self.reports, IN_16_BITS) > WRONG:
             return CANNOT_TELL, f"far from each distribution: {shown}", self.errors
         if not self.is_sure:
             return CANNOT_TELL, f"distributions differ by less than the error: {shown}", self.errors

@@ -354,8 +354,9 @@ def test_each_fault_of_trls_sync_is_named(good, tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-def test_the_faults_of_vllms_reload_are_those_of_the_page(tmp_path, capfd):
+def test_the_faults_of_vllms_reload_are_those_of_the_page(tmp_path, capfd, monkeypatch):
     """A stale head, and memory that nothing has written."""
+    monkeypatch.syspath_prepend(ROOT / "verify")
     prepare_environment()
     page = (ROOT / "docs" / "audit.md").read_text()
     code = re.search(r"```python\n(# VLLM_ENABLE_V1_MULTI.*?)```", page, re.DOTALL)[1]

@@ -206,11 +206,14 @@ def test_what_cannot_be_checked_or_arrives_nowhere_is_said_in_a_sentence(monkeyp
             check(own.llm, own.model)
         while own.llm.llm_engine.has_unfinished_requests():
             own.llm.llm_engine.step()
-        for wrong in ({"temperature": 0}, {"seed": 1}):
+        for wrong in ({"temperature": 0}, {"seed": 1}, {"temperature": "0.7"}):
             with pytest.raises(ValueError, match="sampling must have some of temperature, top_k"):
                 check(own.llm, own.model, sampling=wrong)
         with pytest.raises(ValueError, match="a number for each token"):
             check(own.llm, own.model, trainer=lambda prompt, response: [0.0])
+        with pytest.raises(ValueError, match="one row of numbers"):
+            check(own.llm, own.model, trainer=lambda prompt, response: None)
+        assert own.verdicts(sampling={"temperature": 0.7, "min_p": None})["semantics"] == "hit"  # as TRL gives it
         for wrong in ({"requests": True}, {"new_tokens": 128}):
             with pytest.raises(ValueError, match=r"new_tokens must be from 1 to 127 .*, and requests need sync"):
                 check(own.llm, own.model, **wrong)

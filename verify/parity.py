@@ -83,7 +83,9 @@ def sampling_of(given: Any) -> dict[str, float]:
     """The entries of NEUTRAL, from a dictionary or a SamplingParams. Raises: ValueError."""
     if not isinstance(given, dict):
         given = {name: getattr(given, name) for name in NEUTRAL}
-    if given.keys() - NEUTRAL.keys() or not given.get("temperature", 1) > 0:
+    given = {name: value for name, value in given.items() if value is not None}
+    are_numbers = all(isinstance(value, int | float) for value in given.values())
+    if given.keys() - NEUTRAL.keys() or not are_numbers or given.get("temperature", 1) <= 0:
         raise ValueError(f"sampling must have some of {', '.join(NEUTRAL)}, and a temperature above"
                          f" 0, got {given}")
     return NEUTRAL | given | {"top_k": given.get("top_k") or -1}  # 0 is off, too
@@ -415,7 +417,10 @@ class Audit:
 
     def trainer(self, logprobs: Callable[[list[int], list[int]], Sequence[float]]) -> Found:
         """Which distribution the trainer scores, and of which tokens."""
-        self.trained = [[float(value) for value in logprobs(*row)] for row in self.first.rows]
+        try:
+            self.trained = [[float(value) for value in logprobs(*row)] for row in self.first.rows]
+        except (TypeError, RuntimeError) as error:  # None, or rows of several values
+            raise ValueError(f"trainer must return one row of numbers ({error})") from error
         if [*map(len, self.trained)] != [len(response) for _, response in self.first.rows]:
             raise ValueError("trainer must return a number for each token of the response")
         values = torch.tensor([*chain(*self.trained)], dtype=torch.float64)

@@ -54,14 +54,15 @@ class Extra:
 
 FILES = {path.stem: import_module(f"extras.{path.stem}")
          for path in sorted(Path(__file__).parent.glob("[!_]*.py"))}
-for file in FILES.values():
+OWN = {}
+for name, file in FILES.items():
     own = [kind for kind in KINDS if kind.__module__ == file.__name__]
     if len(own) != 1 or HOOKS & vars(file).keys():
         raise SystemExit(f"error: {file.__file__} must have one class of extras.Extra, with its"
                          " options and its hooks")
-OWN = {kind.__module__.rpartition(".")[2]: kind for kind in KINDS}
+    OWN[name] = own[0]
 Options = make_dataclass(
-    "Options", [(name, Flat[OWN[name]], field(default_factory=OWN[name])) for name in FILES],
+    "Options", [(name, Flat[kind], field(default_factory=kind)) for name, kind in OWN.items()],
     frozen=True)
 Options.__module__ = __name__  # for pickle
 

@@ -6,7 +6,8 @@ loaded into it. So a tensor that is never loaded shows at once, and is not hidde
 disk.
 
 In reading order: what is sampled, the fixes as settings of vLLM (`SETTINGS`), the `Engine`, and
-where rollouts come from. What is checked of an engine is in verify/.
+where rollouts come from. What is checked of an engine is in verify/, which knows both sides; what
+vLLM needs of a machine and of single architectures is in vllm_cases.py.
 """
 
 import ctypes
@@ -14,8 +15,8 @@ import gc
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
@@ -25,12 +26,11 @@ import numpy
 import torch
 from torch import Tensor
 
-import verify
+import vllm_cases
 from model_folder import read_config
 from report.errors import MANY, within
 from tasks import Problem, Task
-from verify import canary, model_cases
-from verify.errors import EngineStateError
+from vllm_cases import EngineStateError, WeightLoadError
 
 
 # ---------------------------------------------------------------------------------- rollouts
@@ -83,10 +83,11 @@ class Rollout:
     kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
     # By token: whether it has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)
+    extra: list[float] = field(default_factory=list)  # by token, from elsewhere: `Batch.extra`
     # The task's; None until it is scored. NaN: left out, without a loss and without a place in its
     # group's baseline.
     reward: float | None = None
-    parts: dict[str, float] = field(default_factory=dict)  # of the reward, if it is their sum
+    terms: dict[str, float] = field(default_factory=dict)  # of the reward, if it is their sum
     reward_error: str | None = None  # what has failed, if the response is left out for it
     score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
     # Of the prompt's first part, if a load came while the prompt was computed.
@@ -118,7 +119,7 @@ def reseed(*stream: int | str) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-# Of a step's output; any other one, such as vLLM's "error", stops the run.
+# vLLM's reasons that end a rollout; any other one, such as "error", stops the run.
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -155,13 +156,15 @@ class Setting(NamedTuple):
 
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), `fixed` its value with
     the fix, `default` that of V1 without it; None leaves the value to vLLM. verify/settings.py
-    reads the value that is in force in a live engine.
+    reads the value that is in force in a live engine. `moves_canary`: without the fix the engine
+    differs by more than the canary's limit, so the canary reports and does not refuse.
     """
 
     flag: str
     argument: str
     fixed: Any
     default: Any
+    moves_canary: bool = False
 
 
 # inflight_keep has no row: it is no setting, but what a load does.
@@ -192,19 +195,23 @@ def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------- the engine
+CHECKS = "proof", "canary"  # of each load, in verify/
+# The canary's rows: at least so many tokens, beside those of a run.
+CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
+
+
 class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds the trainer's weights.
 
-    States: "awake" (at start and after `wake`: the weights are not the trainer's), "ready" (after
-    `load`), "asleep", "broken" (after a failed load, or `close`). `tensor_names` are those of every
-    load. Options add: `further` arguments of EngineArgs, which the audit compares too;
-    `cache_salt`, the key of cached blocks by weight version; `collect`, which gets a rollout with
-    the ids and the log-probabilities of the likeliest tokens, (n, K), if its sampling asks for
-    them.
+    States: "awake" (at start, and after `wake`: the weights are not the trainer's), "unproven"
+    (after `load`), "ready" (when the CHECKS of the load have passed), "asleep", "broken" (after a
+    failed load, or `close`). `tensor_names` are those of every load. Options add: `further`
+    arguments of EngineArgs, which the audit compares too; `cache_salt`, the key of cached blocks by
+    weight version; `collect`, which gets a rollout with the ids and the log-probabilities of the
+    likeliest tokens, (n, K), if its sampling asks for them.
 
     Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
-    model; AuditError if a setting is not in force in the live engine; RuntimeError if torch and
-    vLLM are of different devices.
+    model; RuntimeError if torch and vLLM are of different devices.
     """
 
     holds_unfinished: ClassVar[bool] = False  # over a load
@@ -215,45 +222,48 @@ class Engine:
         self, model: str, tensor_names: Iterable[str], parity: ParityFlags, *, max_model_len: int,
         dtype: torch.dtype = torch.float32, seed: int = 0, kv_cache_gib: float = 0.25,
         max_num_seqs: int = 512, block_size: int | None = None,
-        checks: verify.Options = verify.USUAL, further: Mapping[str, Any] | None = None,
+        allow_untested_vllm: bool = False, further: Mapping[str, Any] | None = None,
         cache_salt: Callable[[int], str | None] = lambda weight_version: None,
         collect: Callable[[Rollout, numpy.ndarray, numpy.ndarray], None] | None = None,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
-        self.vllm_version, self.on_gpu = verify.check_machine(checks)
+        self.vllm_version, self.on_gpu = vllm_cases.check_machine(allow_untested_vllm)
         self.config = read_config(model)  # the trainer's; vLLM would have read another
         self.tensor_names = set(tensor_names)
-        self.parity, self.dtype, self.checks = parity, dtype, checks
+        self.parity, self.dtype = parity, dtype
         self.cache_salt, self.collect = cache_salt, collect
         self.max_num_seqs = max_num_seqs
         self.state, self.weight_version = "awake", 0
+        self.settings: dict[str, Any] = {}  # what is in force: the audit's record
         self._memory_released = False  # by vLLM's sleep
         self._request_ids = map(str, itertools.count())
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self.wanted = ALWAYS | wanted_settings(parity) | (further or {})
         torch.cuda.empty_cache()  # what the trainer has freed while it was built
         # A model that vLLM cannot run fails in here.
-        with verify.start_errors(self, f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"):
+        sizes = f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"
+        with vllm_cases.start_errors(self, sizes):
             self._start(
                 model=model, seed=seed, dtype=str(dtype).removeprefix("torch."),
                 load_format="dummy", skip_tokenizer_init=True, disable_log_stats=True,
-                max_num_seqs=max_num_seqs + canary.PROMPTS,
-                max_model_len=max(max_model_len, canary.PROMPT_TOKENS + canary.NEW_TOKENS),
+                max_num_seqs=max_num_seqs + CANARY_PROMPTS,
+                max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
                 max_num_batched_tokens=max(8192, max_model_len),
                 # A CPU cannot split the prompt of a seeded request.
                 enable_chunked_prefill=self.on_gpu,
                 enable_sleep_mode=self.on_gpu, enforce_eager=True, block_size=block_size,
-                attention_backend=model_cases.latent_attention(self.config, self.on_gpu),
+                attention_backend=vllm_cases.latent_attention(self.config, self.on_gpu),
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
                 # vLLM only checks at start that this share is free; the size is given above.
                 gpu_memory_utilization=0.1,
                 # Autotuning is slow, and its choice of kernels is not reproducible.
                 enable_flashinfer_autotune=False)
-            self.checked = verify.at_start(self)
-        Engine.live = self  # before the audit: an engine that fails it can be closed
-        self.settings = verify.audit(self)
+            vllm_cases.refuse_or_repair(self.vllm_model, dtype, self.tensor_names)
+            prompts = [[0] * CANARY_PROMPT_TOKENS] * CANARY_PROMPTS
+            self.sample_beside(prompts, CANARY_NEW_TOKENS)  # what vLLM cannot compute fails here
+        Engine.live = self
 
     def _start(self, **arguments: Any) -> None:
         """Make vLLM's engine of these arguments and the wanted settings, keep its inner objects."""
@@ -264,9 +274,10 @@ class Engine:
             argument, _, key = name.partition(".")
             if value is not None:
                 arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
-        self.config.update(arguments["hf_overrides"])
-        arguments["hf_overrides"] = lambda of_folder: self.config  # in place of vLLM's own reading
-        config = EngineArgs(**arguments).create_engine_config()
+        self.config.update(arguments.pop("hf_overrides"))
+        # A function in place of overrides: vLLM takes the trainer's config for its own reading.
+        config = EngineArgs(
+            **arguments, hf_overrides=lambda of_folder: self.config).create_engine_config()
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag
         # promises.
         config.scheduler_config.async_scheduling = self.wanted["async_scheduling"]
@@ -284,8 +295,9 @@ class Engine:
         return cls(
             run.folder, policy.weights().keys(), config.parity, dtype=getattr(torch, config.dtype),
             seed=config.seed, max_model_len=run.max_model_len, kv_cache_gib=config.kv_cache_gib,
-            max_num_seqs=config.max_num_seqs, block_size=config.block_size, checks=config.checks,
-            further=run.further, **run.engine)
+            max_num_seqs=config.max_num_seqs, block_size=config.block_size,
+            allow_untested_vllm=config.checks.allow_untested_vllm, further=run.further,
+            **run.engine)
 
     # ------------------------------------------------------------------------------ sampling
     def generate(
@@ -315,7 +327,7 @@ class Engine:
         sampling: Sampling = Sampling(temperature=1.0, max_new_tokens=1),
     ) -> list[Rollout]:
         """A short seeded response to each prompt, for a check, whatever the weights are."""
-        self._require("a check's sample", "awake", "ready", "broken")
+        self._require("a check's sample", "awake", "unproven", "ready")
         sampling, rollouts = replace(sampling, max_new_tokens=max_new_tokens), []
         for row, prompt in enumerate(prompts):
             rollouts += self._submit([Rollout(prompt, row, sampling=sampling)])
@@ -397,7 +409,8 @@ class Engine:
         if self.state not in states:
             raise EngineStateError(
                 f"{call} needs an engine that is {' or '.join(states)}, this one is {self.state}:"
-                " from ready it goes by sleep() to asleep, by wake() to awake, by load() to ready")
+                " from ready it goes by sleep() to asleep, by wake() to awake, by load() to"
+                f" unproven, and by the checks of verify/ ({', '.join(CHECKS)}) to ready")
 
     def sleep(self) -> None:
         """Give the device to the trainer. GPU: level 2, memory released. CPU: the state changes."""
@@ -423,43 +436,51 @@ class Engine:
         self.state = "awake"
 
     # ------------------------------------------------------------------------------ load
-    def load(
-        self, weights: Mapping[str, Tensor], trainer_logprobs: Callable[..., list[list[float]]],
-        changed: bool = True,
-    ) -> dict[str, float]:
-        """Put the trainer's tensors into the live engine, count one version up, check the engine:
-        proof, buffers and canary, by verify.after_load.
+    def load(self, weights: Mapping[str, Tensor], is_new_version: bool = True) -> None:
+        """Put the trainer's tensors into the live engine. No second copy of the model is made.
 
-        `trainer_logprobs` is `Policy.response_logprobs`. No second copy of the model is made.
-        Weights that have not `changed` are no new version. Returns the seconds of the transfer and
-        of the checks.
+        The engine is "unproven" then, and has no rollouts to give before verify/ has let each of
+        the CHECKS pass. Weights that have not changed are no new version.
 
-        Raises: EngineStateError unless awake. WeightLoadError if a tensor is missing or unexpected
-        (the engine is unchanged then), or if verify/ finds a fault (it is broken then).
+        Raises: EngineStateError unless awake or ready. WeightLoadError if a tensor is missing or
+        unexpected (the engine is unchanged then), or if vLLM refuses one (it is broken then).
         """
         self._require("load", "awake", "ready")
-        verify.check_names(self, weights)
-        self.state = "broken"  # until it is checked
-        began = time.perf_counter()
+        self._check_names(weights)
+        self.state = "broken"  # until all tensors are there
         self._transfer(weights)
-        seconds = {"load_s": time.perf_counter() - began}
         if self._memory_released:  # the cache's memory, after the weights': the load has freed some
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
-        self.weight_version += changed
-        seconds |= verify.after_load(self, weights, trainer_logprobs)
-        self.state = "ready"
-        return seconds
+        self.weight_version += is_new_version
+        self.state, self._to_pass = "unproven", {*CHECKS}
+
+    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        if others := weights.keys() ^ self.tensor_names:
+            raise WeightLoadError("weights must be those that the engine was started for, missing"
+                                  f" or unknown are {', '.join(sorted(others))}")
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the tensors into vLLM's model."""
-        with verify.loading(self) as names:
-            # One by one: a tensor may be computed when it is asked for.
-            iterator = ((name, weights[name]) for name in weights if name in names)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+        names = self.tensor_names - vllm_cases.heads_without_a_name(self)
+        # One by one: a tensor may be computed when it is asked for.
+        iterator = ((name, weights[name]) for name in weights if name in names)
+        try:
+            with nullcontext() if self.on_gpu else vllm_cases.packed_again(self):
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+        except Exception as error:
+            raise WeightLoadError("vLLM refused the weights, build a new engine:"
+                                  f" {vllm_cases.reason(error)}") from error
         if self.on_gpu:
             torch.cuda.synchronize()
+
+    def passed(self, check: str) -> None:
+        """verify/ has found no fault of the load. After the last check there are rollouts again."""
+        self._require(check, "unproven")
+        self._to_pass.remove(check)
+        if not self._to_pass:
+            self.state = "ready"
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
@@ -500,9 +521,10 @@ class Source:
         return problems, self.answer(problems, self.group_size, self.sampling)
 
     def answer(
-        self, problems: list[Problem], num_samples: int, sampling: Sampling
+        self, problems: list[Problem], num_samples: int, sampling: Sampling,
+        evaluates: bool = False,
     ) -> list[Rollout]:
-        """`num_samples` responses to each problem, group-major."""
+        """`num_samples` responses to each problem, group-major. `evaluates`: they are held out."""
         prompts = [problem.prompt_ids for problem in problems]
         return self.engine.generate(prompts, num_samples, sampling)
 

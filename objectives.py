@@ -9,7 +9,7 @@ old_logprobs or, with two policies, behavior_logprobs; `log_ratio = logprobs - d
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
 (B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
 included, else 0.0. Log-probabilities are in nats. Those of masked rows are not 0, so each formula
-multiplies by its mask. The mask of a surrogate is 0 on each token whose correction is 0, too.
+multiplies by its mask. A surrogate's mask is 0 on rejected tokens, too.
 """
 
 from collections.abc import Callable
@@ -41,10 +41,11 @@ def centre(scores: Tensor, group_size: int) -> Tensor:
     A score of NaN marks a response that is left out: it does not enter the mean and becomes 0.
     """
     groups = rearrange(scores, "(p g) -> p g", g=group_size)
-    # The first score is subtracted before the mean, so that equal scores give exactly 0: their
-    # rounded mean can differ from them by one unit in the last place.
+    # The first counted score is subtracted before the mean, so that equal scores give exactly 0:
+    # their rounded mean can differ from them by one unit in the last place.
     counted = (~groups.isnan()).int()
-    groups = groups - groups.gather(1, counted.argmax(dim=1, keepdim=True))
+    first = groups.gather(1, counted.argmax(dim=1, keepdim=True))
+    groups = groups - first
     groups = groups.masked_fill(groups.abs() < 1e-12, 0.0)
     return (groups - groups.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
 
@@ -234,16 +235,14 @@ def row_ratio(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> 
     return mismatch.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().expand_as(mask)
 
 
-def truncated(ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling: sg(min(ratio, cap)), not renormalised, 0 outside the mask."""
-    return ratio.detach().clamp(max=cap) * mask
+def truncated(ratio: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: sg(min(ratio, cap)), not renormalised."""
+    return ratio.detach().clamp(max=cap)
 
 
-# (old_logprobs, behavior_logprobs, mask, cap) -> weights (B, T), 0 outside the mask, else positive.
+# (old_logprobs, behavior_logprobs, mask, cap) -> weights (B, T), positive
 CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
-    "off": lambda old, behavior, mask, cap: mask,
-    "token": lambda old, behavior, mask, cap: truncated(
-        token_ratio(old, behavior, mask), mask, cap),
-    "sequence": lambda old, behavior, mask, cap: truncated(
-        row_ratio(old, behavior, mask), mask, cap),
+    "off": lambda old, behavior, mask, cap: torch.ones_like(mask),
+    "token": lambda old, behavior, mask, cap: truncated(token_ratio(old, behavior, mask), cap),
+    "sequence": lambda old, behavior, mask, cap: truncated(row_ratio(old, behavior, mask), cap),
 }

@@ -1,43 +1,28 @@
 """The trainer's half: the batch, the policy with its fp32 head, the optimizer.
 
-Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N a number of
-response tokens.
+Words and shapes as in objectives.py, which is read first; V is the vocabulary, H the hidden width,
+N a number of response tokens. Plumbing, which a reader of the method can leave out: HeadGradient,
+and in Optimizer what keeps fp32 masters of 16-bit parameters.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from engine_adapter import Rollout
 
-# policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
-Body = Callable[["Policy", "Batch", Tensor], Tensor]
-Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
-# logits (n, V), the restricted ones, all log-probabilities (n, V), targets (n,) -> (n,) by name
-Measure = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 Minibatches = list[list[Tensor]]  # by optimizer step and micro-batch: rows
-Pack = Callable[["Batch", Tensor, int], list[Tensor]]  # batch, rows, tokens -> micro-batches
 
 
 # ---------------------------------------------------------------------------------- batch
-def longest_first(batch: "Batch", rows: Tensor, micro_batch_tokens: int) -> list[Tensor]:
-    """The rows in micro-batches: rows of like length need little padding.
-
-    The longest come first, because then a batch that does not fit into memory fails at once.
-    """
-    order = batch.input_lengths[rows].argsort(descending=True, stable=True)
-    return batch.cut(rows[order], micro_batch_tokens)
-
-
 @dataclass(frozen=True)
 class Batch:
     """Rollouts as tensors, shifted once and padded once.
@@ -54,31 +39,31 @@ class Batch:
     behavior_logprobs: Tensor
     input_lengths: Tensor
     prompt_lengths: Tensor
-    rollouts: Any = None  # (B,) numpy array of the rollouts, for what is not a tensor
+    rollouts: list[Rollout] = field(default_factory=list)  # for what is not a tensor
+    extra: Tensor | None = None  # `Rollout.extra`, 0 outside the mask
     old_logprobs: Tensor | None = None
     entropy: Tensor | None = None  # before the update, nats
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
-    # The next three are set by train.with_loss_terms.
+    # The next four are set by train.with_loss_terms.
     denominator: Tensor | None = None  # log-probabilities of the ratio's denominator
-    correction: Tensor | None = None  # weights of the loss, 0 on tokens without a policy gradient
+    correction: Tensor | None = None  # importance weight of each token, positive
+    learns: Tensor | None = None  # bool: the tokens that have a policy gradient
     token_weights: Tensor | None = None  # `loss_weights` of the minibatch
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
         longest = int(self.input_lengths[rows].max())
-        index = rows.numpy()  # `rollouts` is numpy's: a tensor of one element would give an item
 
         def pick(values: Any) -> Any:
-            if values is None:
-                return None
-            return values[index] if values.ndim == 1 else values[index, :longest]
+            if isinstance(values, Tensor):
+                return values[rows] if values.ndim == 1 else values[rows, :longest]
+            return values and [values[row] for row in rows]
 
         return Batch(**{name: pick(values) for name, values in vars(self).items()})
 
     def minibatches(
-        self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int,
-        pack: Pack = longest_first,
+        self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int, pack: "Pack",
     ) -> Minibatches:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
@@ -94,18 +79,20 @@ class Batch:
                                + pack(self, without, micro_batch_tokens))
         return minibatches
 
-    def cut(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
-        """Micro-batches of neighbours in `ordered`, each of as many rows as fit.
+    def cut(self, rows: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+        """Micro-batches of neighbours in `rows`, each of as many rows as fit.
 
         At most `micro_batch_tokens` positions, padding included, or one row that is longer.
         """
-        starts, longest = [], 0
-        for row, length in enumerate(self.input_lengths[ordered].tolist()):
+        micro_batches: list[list[int]] = []
+        longest = 0
+        for row, length in zip(rows.tolist(), self.input_lengths[rows].tolist(), strict=True):
             longest = max(longest, length)
-            if not starts or longest * (row - starts[-1] + 1) > micro_batch_tokens:
-                starts.append(row)
+            if not micro_batches or longest * (len(micro_batches[-1]) + 1) > micro_batch_tokens:
+                micro_batches.append([])
                 longest = length
-        return list(ordered.tensor_split(starts)[1:])
+            micro_batches[-1].append(row)
+        return [torch.tensor(micro_batch) for micro_batch in micro_batches]
 
     def mask_rows(self, keep: list[bool]) -> "Batch":
         """The batch with a loss on the rows to `keep` only.
@@ -140,6 +127,14 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
     logprobs = place((rollout.logprobs for rollout in rollouts), response, torch.float32)
     trained = (rollout.trained or [True] * len(rollout.token_ids) for rollout in rollouts)
     mask = place(trained, response, torch.float32)[:, 1:]
+    extra = None
+    if any(rollout.extra for rollout in rollouts):
+        for rollout in rollouts:
+            if len(rollout.extra) != len(rollout.token_ids):
+                raise ValueError("Rollout.extra must have one value a token in all rollouts of a"
+                                 f" batch, got {len(rollout.extra)} of {len(rollout.token_ids)}")
+        values = (rollout.extra for rollout in rollouts)
+        extra = place(values, response, torch.float32)[:, 1:] * mask
     return Batch(
         inputs=ids[:, :-1],
         targets=ids[:, 1:],
@@ -147,11 +142,26 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
         behavior_logprobs=logprobs[:, 1:] * mask,
         input_lengths=ends - 1,
         prompt_lengths=prompt_lengths,
-        rollouts=numpy.fromiter(rollouts, object),
+        rollouts=rollouts,
+        extra=extra,
     )
 
 
+def longest_first(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+    """The rows in micro-batches: rows of like length need little padding.
+
+    The longest come first, because then a batch that does not fit into memory fails at once.
+    """
+    order = batch.input_lengths[rows].argsort(descending=True, stable=True)
+    return batch.cut(rows[order], micro_batch_tokens)
+
+
 # ---------------------------------------------------------------------------------- head
+Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
+# logits (n, V), the restricted ones, all log-probabilities (n, V), targets (n,) -> (n,) by name
+TokenMetric = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
+
+
 def head_chunk(gpu_gib: float) -> int:
     """Logits that the head computes at once, n * V: 2^25 on a CPU (0 GiB), up to 2^28 on a GPU.
 
@@ -250,9 +260,15 @@ class Head:
             slope = slope * (1 - torch.tanh(affine / self.softcap).square())
         return slope
 
+    def logprobs(self, hidden, targets, restrict=no_restriction):
+        return self.score(hidden, targets, restrict)["logprobs"]
+
+    def token_metrics(self, hidden, targets, restrict=no_restriction, metrics=()):
+        return self.score(hidden, targets, restrict, metrics)
+
     def score(
         self, hidden: Tensor, targets: Tensor, restrict: Restriction = no_restriction,
-        measures: Sequence[Measure] = (),
+        measures: Sequence[TokenMetric] = (),
     ) -> dict[str, Tensor]:
         """`logprobs`, log softmax(restrict(logits / temperature))[target], and what is measured.
 
@@ -333,9 +349,19 @@ def entropies(_: Tensor, __: Tensor, all_logprobs: Tensor, ___: Tensor) -> dict[
 
 
 # ---------------------------------------------------------------------------------- policy
+# policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
+Body = Callable[["Policy", Batch, Tensor], Tensor]
+Pack = Callable[[Batch, Tensor, int], list[Tensor]]  # batch, rows, tokens -> micro-batches
+
+
 def row_by_row(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     """Hidden states of the response tokens, each row computed whole: (B, T) bool -> (N, H)."""
     return policy.hidden(batch.inputs)[response]
+
+
+def placed(values: Tensor, batch: Batch) -> Tensor:
+    """Values of the response tokens (N,) at their places (B, T), 0 elsewhere."""
+    return torch.zeros_like(batch.mask).masked_scatter(batch.mask > 0, values)
 
 
 def whole_vocabulary(batch: Batch, response: Tensor) -> Restriction:
@@ -360,12 +386,12 @@ class EngineWeights:
 class Policy:
     """A Hugging Face causal language model whose final projection (the head) is computed here.
 
-    transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
-    dtype), on response positions only and in chunks: no step has a (B, T, V) tensor.
+    transformers computes the body. The head is computed in `head_dtype`, on response positions only
+    and in chunks: no step has a (B, T, V) tensor.
 
     What options replace:
         restrict          of a batch and its response tokens: a function of their logits
-        measures          further token metrics
+        metrics           of tokens, before the update
         body              computes hidden states
         pack              cuts rows of a batch into micro-batches
         send              what the engine gets of the weights
@@ -375,30 +401,30 @@ class Policy:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, temperature: float = 1.0, fp32_head: bool = True,
+        self, model: torch.nn.Module, *, temperature: float = 1.0,
+        head_dtype: torch.dtype = torch.float32,
         restrict: Callable[[Batch, Tensor], Restriction] = whole_vocabulary,
-        measures: tuple[Measure, ...] = (), body: Body = row_by_row, pack: Pack = longest_first,
-        send: EngineWeights | None = None, has_reference: bool = False,
+        metrics: tuple[TokenMetric, ...] = (entropies,), body: Body = row_by_row,
+        pack: Pack = longest_first, send: EngineWeights | None = None, has_reference: bool = False,
     ):
         if model.base_model is model:
             raise ValueError(f"{type(model).__name__} must have a body apart from its head (a"
                              " base_model): the head is computed here")
         self.model = model.eval()  # no dropout
-        dtype = torch.float32 if fp32_head else model.dtype
-        self.head = Head.of(model, temperature=temperature, dtype=dtype)
+        self.head = Head.of(model, temperature=temperature, dtype=head_dtype)
         self.device = self.head.weight.device
         self.restrict = restrict
-        self.measures = measures
+        self.metrics = metrics
         self.body = body
         self.pack = pack
         self.send = send or EngineWeights()
-        # The first policy's, resumed or not: a checkpoint comes later.
+        # The first policy's weights, in a resumed run too: a checkpoint comes later.
         self.reference = self.copied_weights() if has_reference else None
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, which is the trainer's too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
 
-    def changed(self, **attributes: Any) -> "Policy":
+    def with_(self, **attributes: Any) -> "Policy":
         """A policy of the same model with other attributes."""
         assert attributes.keys() <= vars(self).keys(), f"{attributes.keys()=}"
         policy = copy(self)
@@ -406,30 +432,31 @@ class Policy:
         return policy
 
     # ------------------------------------------------------------------- log-probabilities
-    def score(self, batch: Batch, measures: Sequence[Measure] = ()) -> dict[str, Tensor]:
-        """`logprobs` of the targets, and what is measured: (B, T) by name, 0 outside `batch.mask`.
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Log-probabilities of the targets (B, T), 0 outside `batch.mask`.
 
-        The update calls it with gradient. Before the update the same code computes the denominator
-        of the ratio.
+        The update calls it with gradient. Before the update `token_metrics` computes the
+        denominator of the ratio by the same code.
         """
-        response = batch.mask > 0  # (B, T), N of them true
-        hidden = self.body(self, batch, response)  # (N, H)
-        scores = self.head.score(hidden, batch.targets[response], self.restrict(batch, response),
-                                 measures)
-        zeros = torch.zeros_like(batch.mask)
-        return {name: zeros.masked_scatter(response, values) for name, values in scores.items()}
+        return placed(self.head.logprobs(*self._inputs_of_head(batch)), batch)
 
     @torch.no_grad()
-    def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
-        """`score` before the update, with `entropies` and what options measure.
+    def token_metrics(
+        self, batch: Batch, metrics: Sequence[TokenMetric] | None = None
+    ) -> dict[str, Tensor]:
+        """`logprobs` and these metrics of each token: (B, T) by name, 0 outside `batch.mask`.
 
-        `ref_logprobs` are those of the reference, if there is one.
+        If none are asked for: all that a step needs before its update, also `ref_logprobs` if there
+        is a reference.
         """
-        metrics = self.score(batch, (entropies, *self.measures))
-        if self.reference is not None:
+        usual = metrics is None
+        found = self.head.token_metrics(
+            *self._inputs_of_head(batch), self.metrics if usual else metrics)
+        found = {name: placed(values, batch) for name, values in found.items()}
+        if usual and self.reference is not None:
             with self.using(self.reference):
-                metrics["ref_logprobs"] = self.score(batch)["logprobs"]
-        return metrics
+                found["ref_logprobs"] = self.logprobs(batch)
+        return found
 
     @torch.no_grad()
     def response_logprobs(
@@ -442,17 +469,23 @@ class Policy:
         one is given.
         """
         head = replace(self.head, temperature=1.0, dtype=head_dtype or self.head.dtype)
-        at_1 = self.changed(head=head, body=body or self.body)
+        at_1 = self.with_(head=head, body=body or self.body)
         logprobs = []
         with self.using(self.send.engine_parameters()):
             for rollout in rollouts:  # one at a time: the KV cache takes memory now
-                row = at_1.score(make_batch([rollout], self.device))["logprobs"][0]  # (T,)
+                (row,) = at_1.logprobs(make_batch([rollout], self.device))  # (T,)
                 logprobs.append(row[len(rollout.prompt_ids) - 1 :].tolist())
         return logprobs
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
         return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+
+    def _inputs_of_head(self, batch: Batch) -> tuple[Tensor, Tensor, Restriction]:
+        """Hidden states (N, H), targets (N,), and what restricts the softmax."""
+        response = batch.mask > 0  # (B, T), N of them true
+        hidden = self.body(self, batch, response)
+        return hidden, batch.targets[response], self.restrict(batch, response)
 
     # ------------------------------------------------------------------------------ weights
     def weights(self) -> Mapping[str, Tensor]:

@@ -1,20 +1,16 @@
 """Colocated GRPO in one process: trainer (transformers) and engine (vLLM V1) take turns.
 
-One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm and `update`
-its gradient. `Core` has the options of the method. All others stand with what they change, in
-tasks/, verify/ and the files of extras/; extras/__init__.py says how an option enters a run.
+`train_step` is the whole algorithm, in five parts:
+    1. Sample: `Source.next`, then `Engine.sleep`.
+    2. Score: `Task.score`.
+    3. Log-probabilities before the update, and the mismatch: `Policy.token_metrics`.
+    4. Update: `update`, the gradient.
+    5. Wake, load, verify: `Engine.load`, then `prove` and `run_canary` of verify.Checks.
+`Config` has the options of the method. All others stand with what they change, in tasks/, verify/
+and the files of extras/; extras/__init__.py says how an option enters a run.
 """
 
-from importlib.util import find_spec
-
-# Checked first, so that the user gets one sentence. vLLM is checked later: not all engines need it.
-NEEDED = "torch", "transformers", "tyro", "einops", "matplotlib"
-if missing := [name for name in NEEDED if find_spec(name) is None]:
-    raise SystemExit(f"error: this Python has no {', '.join(missing)}: install what is missing (the"
-                     " versions that are tested are in requirements.txt), or run `make setup`,"
-                     " which makes .venv")
-
-# isort: split
+import report  # noqa: F401  # isort: skip  # it names packages that are missing
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -22,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -35,24 +31,29 @@ import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source, reseed
 from extras import Flat
 from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
-from report import metrics
+from report import metrics as of_step
 from report.clock import Clock
 from report.curves import draw_at_evaluation
 from report.errors import (
     LARGEST,
     MANY,
     SMALLEST,
+    Count,
+    Positive,
+    Range,
+    check_ranges,
     end_of_process,
     exit_with_message,
     locked,
+    noted,
     printable,
     replace_file,
     stage,
     stop_on_signals,
-    within,
 )
 from report.files import TABLES, append_rows, record_of, refuse_used_folder, save_checkpoint
-from report.log import answer_line, log, report, settings_lines
+from report.log import answer_line, call_reports, log, settings_lines
+from report.metrics import further
 from rl import (
     Batch,
     EngineWeights,
@@ -64,9 +65,8 @@ from rl import (
 )
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
-from verify import distribution
 from verify.settings import of_trainer
-from verify.start import check_vllm_version
+from vllm_cases import check_vllm_version
 
 
 # ---------------------------------------------------------------------------------- options
@@ -77,8 +77,10 @@ class Config(extras.ByName):
     """
 
     out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
-    seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
-    steps: int = 60  # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
+    # Decides the toy, the held-out split, the problems and the samples.
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
+    steps: Annotated[int, Range(0, 999_999)] = 60
     model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
     # `toy` (addition), `digits`; a file of rows with a question and an answer (JSON lines, a JSON
     # array or CSV, each also as .gz; parquet); a dataset: a folder, or NAME or NAME:CONFIG on a
@@ -86,43 +88,53 @@ class Config(extras.ByName):
     task: str = "toy"
     # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    checkpoint_every: int = 20  # Steps between checkpoints, and after the last; two are kept.
+    checkpoint_every: Count = 20  # Steps between checkpoints, and after the last; two are kept.
     # What is sampled.
-    num_prompts: int = 128  # Problems per step (P).
-    group_size: int = 8  # Samples per problem (G).
-    max_new_tokens: int = 8  # Longest response in tokens; the toy answers with 5, its end included.
-    temperature: float = 0.7  # Of sampler and trainer; at 1, raw and processed values are equal.
+    num_prompts: Count = 128  # Problems per step (P).
+    # Samples per problem (G), whose mean is the baseline.
+    group_size: Annotated[int, Range(2, 2**16)] = 8
+    # Longest response in tokens; the toy answers with 5, its end included.
+    max_new_tokens: Count = 8
+    # Of sampler and trainer; at 1, raw and processed values are equal.
+    temperature: Annotated[float, Range(0.01, 2)] = 0.7
     # What is learnt from it.
     objective: Literal[tuple(OBJECTIVES)] = "grpo"  # Formulas and sources in objectives.py.
     # The ratio is that of trainer and engine; if off, of the trainer after and before the update.
     two_policy: bool = False
-    clip_low: float | None = None  # Lower clip distance; if not given, the objective's usual one.
-    clip_high: float | None = None  # Upper clip distance (cispo: the absolute cap); as clip_low.
-    kl_coef: float = 0.0  # Weight of the KL to the initial policy, a frozen copy of it in memory.
+    # Lower clip distance; if not given, the objective's usual one.
+    clip_low: Annotated[float | None, Range(0, 1)] = None
+    # Upper clip distance (cispo: the absolute cap); as clip_low.
+    clip_high: Positive | None = None
+    # Weight of the KL to the initial policy, a frozen copy of it in memory.
+    kl_coef: Annotated[float, Range(0, LARGEST)] = 0.0
     # k3: the gradient of the estimator alone, as in GRPO; on policy it is that of KL(ref || pi).
     # exact: of KL(pi || ref), by the ratio, as in TRL.
     kl_gradient: Literal["k3", "exact"] = "k3"
     # Corrections of a mismatch, refused while a parity fix is off; docs/objectives.md.
     tis: Literal[tuple(CORRECTIONS)] = "off"  # Importance weight: of the token, or of its response.
-    tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
+    tis_cap: Positive = 2.0  # Largest importance weight; a larger one is truncated to it.
     # Allow them although a fix is off: only to study how a correction hides a broken backend.
     correct_a_broken_backend: bool = False
     # No loss for truncated responses; their rewards still count in the group's mean (DAPO).
     mask_truncated: bool = False
-    num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
-    micro_batch_tokens: int = 4096  # Tokens per forward and backward: memory, speed and rounding.
-    lr: float = 1e-3  # AdamW's peak, for the toy; docs/run.md has rates of pretrained models.
-    lr_warmup_steps: int = 5  # Linear warm-up: Adam's second moments are noise at first.
+    num_minibatches: Count = 2  # Optimizer steps per batch; from the second on the clip can act.
+    micro_batch_tokens: Count = 4096  # Tokens per forward and backward: memory, speed, rounding.
+    lr: Positive = 1e-3  # AdamW's peak, for the toy; docs/run.md has rates of pretrained models.
+    # Linear warm-up: Adam's second moments are noise at first.
+    lr_warmup_steps: Annotated[int, Range(0, MANY)] = 5
     lr_decay: Literal["linear", "none"] = "linear"  # To zero after the last step, or a constant lr.
     # The engine.
-    kv_cache_gib: float = 0.25  # Size of the KV cache; fixed: the trainer needs the free memory.
-    max_num_seqs: int = 512  # Sequences the engine decodes at once; the others wait.
-    block_size: int | None = None  # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
+    # Size of the KV cache; fixed: the trainer needs the free memory.
+    kv_cache_gib: Annotated[float, Range(SMALLEST, 1e6)] = 0.25
+    max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait.
+    # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
+    block_size: Annotated[int | None, Range(16, MANY)] = None
     # Evaluation.
-    eval_every: int = 20  # Steps between evaluations, also before the first step and at the end.
+    eval_every: Count = 20  # Steps between evaluations, also before the first step and at the end.
     # Held-out problems per evaluation (or all there are): always the same, chosen by the seed.
-    eval_problems: int = 256
-    eval_samples: int = 1  # Sampled answers per problem; the greedy evaluation has one.
+    eval_problems: Count = 256
+    # Sampled answers per problem; the greedy evaluation has one.
+    eval_samples: Annotated[int, Range(1, 2**16)] = 1
 
     parity: ParityFlags = field(default_factory=ParityFlags)
     data: Flat[tasks.options.Options] = field(default_factory=tasks.options.Options)
@@ -131,20 +143,7 @@ class Config(extras.ByName):
 
     def __post_init__(self):
         printable(self, "out", "model", "task")
-        within(self, 0, 999_999, "steps")  # six digits in the name of a checkpoint
-        within(self, 0, 2**32 - 1, "seed")  # numpy's
-        within(self, 2, 2**16, "group_size")  # its mean is the baseline
-        within(self, 1, MANY, "num_prompts", "max_new_tokens", "num_minibatches",
-               "micro_batch_tokens", "checkpoint_every", "max_num_seqs",
-               "eval_every", "eval_problems")
-        within(self, 1, 2**16, "eval_samples")
-        within(self, 0, MANY, "lr_warmup_steps")
-        within(self, 0.01, 2, "temperature")  # vLLM's range
-        within(self, SMALLEST, LARGEST, "lr", "clip_high", "tis_cap")
-        within(self, 0, LARGEST, "kl_coef")
-        within(self, 0, 1, "clip_low")
-        within(self, SMALLEST, 1e6, "kv_cache_gib")
-        within(self, 16, MANY, "block_size")
+        check_ranges(self)
         objective = OBJECTIVES[self.objective]
         rows = self.num_prompts * self.group_size
         if self.block_size and self.block_size % 16:
@@ -201,6 +200,8 @@ class Config(extras.ByName):
 # batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean counts
 # (B, T)
 TokenFilter = Callable[[Batch], tuple[Tensor, Tensor]]
+# policy, optimizer, micro-batch -> log-probabilities of the ratio's denominator (b, T)
+Denominator = Callable[[Policy, Optimizer, Batch], Tensor]
 
 
 @dataclass
@@ -213,6 +214,7 @@ class Run(extras.OneOwner):
     folder: str  # of the model
     task: Task
     sampling: Sampling
+    advantages: Callable[[Tensor, int, Batch], Tensor]  # the objective's; an extra may wrap it
     # Why the sides differ: fixes that are off, and what an option changes on purpose, "trainer"
     # (its distribution) or "weights" (the engine's).
     not_stated: set[str]
@@ -224,8 +226,10 @@ class Run(extras.OneOwner):
     engine_kind: type[Engine] = Engine
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of its class
     further: dict[str, Any] = field(default_factory=dict)  # and of vLLM
+    checks_kind: type[verify.Checks] = verify.Checks
     source: Callable = Source  # of rollouts
     token_filter: TokenFilter | None = None
+    denominator: Denominator | None = None  # in place of old_logprobs or behavior_logprobs
     further_files: dict[str, str] = field(default_factory=dict)  # digests, for --resume
     find_start: Callable = refuse_used_folder  # the run; may set `checkpoint`
     # The state.pt from which the run goes on, with its `folder`.
@@ -236,9 +240,11 @@ class Run(extras.OneOwner):
     load_weights: Callable = model_folder.load_weights  # the model, and a checkpoint's folder
     # Functions, their arguments, and when they are called:
     with_model: list[Callable] = field(default_factory=list)  # the model: before Policy is made
-    # The trainer, the record of config.json: before it is written.
+    # The sides, the record of config.json: before it is written.
     at_begin: list[Callable] = field(default_factory=list)
-    observers: list[Callable] = field(default_factory=list)  # each Step: more metrics
+    # The problems, the rollouts: before they are scored, while the engine sleeps.
+    before_scores: list[Callable] = field(default_factory=list)
+    step_metrics: list[Callable] = field(default_factory=list)  # each Step: more metrics
     evaluations: list[Callable] = field(default_factory=list)  # see `evaluate`
     writers: list[Callable] = field(default_factory=list)  # each row, before its checkpoint
     at_end: list[Callable] = field(default_factory=list)  # no argument: after the policy is saved
@@ -261,13 +267,14 @@ class Run(extras.OneOwner):
 
 
 @dataclass
-class Trainer:
-    """Both sides, and what an optimizer step changes of them."""
+class Sides:
+    """Trainer and engine of a run, and what an optimizer step changes of them."""
 
     run: Run
     policy: Policy
     optimizer: Optimizer
     engine: Engine
+    checks: verify.Checks
     source: Source
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,7 +287,7 @@ class Trainer:
 
 
 # ---------------------------------------------------------------------------------- the start
-def find_run(config: Config) -> Run:
+def new_run(config: Config) -> Run:
     """The job of a run, without its options' parts, and before the toy is taught.
 
     Raises: ValueError.
@@ -292,16 +299,17 @@ def find_run(config: Config) -> Run:
                          f" {config.num_prompts}")
     sampling = Sampling(config.temperature, config.max_new_tokens, task.stop_token_ids)
     policy = dict(temperature=config.temperature, has_reference=config.kl_coef > 0)
-    return Run(config, folder, task, sampling, {*config.parity.off()}, policy,
+    advantages = OBJECTIVES[config.objective].advantages
+    return Run(config, folder, task, sampling, advantages, {*config.parity.off()}, policy,
                reports=[partial(draw_at_evaluation, Path(config.out).absolute())])
 
 
-def prepare(config: Config) -> Run:
+def complete_run(config: Config) -> Run:
     """Check all that can be checked without the model's weights, then teach the toy.
 
     Raises: ValueError.
     """
-    run = find_run(config)
+    run = new_run(config)
     extras.call("install", config, run)
     if run.engine_kind.copies_weights:
         check_vllm_version(config.checks.allow_untested_vllm)
@@ -319,95 +327,97 @@ def load_policy(run: Run) -> Policy:
         return Policy(model, send=run.send, **run.policy)
 
 
-def begin(run: Run, policy: Policy, engine: Engine) -> Trainer:
+def first_load(run: Run, policy: Policy, engine: Engine) -> Sides:
     """Both sides get the same weights, fresh or from a checkpoint, and the run its files."""
-    config = run.config
+    config, checks = run.config, run.checks_kind(engine, run.config.checks)
     source = run.source(engine, run.task, run.sampling, config.num_prompts, config.group_size,
                         config.seed)
-    trainer = Trainer(run, policy, run.optimizer(policy.model), engine, source)
+    sides = Sides(run, policy, run.optimizer(policy.model), engine, checks, source)
     if run.checkpoint:
         run.load_weights(policy.model, run.checkpoint["folder"])
-        trainer.load_state_dict(run.checkpoint)
+        sides.load_state_dict(run.checkpoint)
     else:
         for table in TABLES:
             replace_file(run.out / table, "")
-    engine.load(policy.weights(), policy.response_logprobs)
-    if engine.copies_weights:
-        prompts = [problem.prompt_ids for problem in run.task.train]
-        sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
-        distribution.check(policy, engine, sampled, run.not_stated)
+    weights = policy.weights()
+    engine.load(weights)
+    checks.prove(weights)
+    checks.run_canary(policy)
+    checks.compare_with_stated(policy, run.task.train, run.sampling, run.not_stated)
     settings = of_trainer(policy)
     record = record_of(run, settings, engine)
     print(settings_lines(settings, engine.settings))
     for prepare_first_step in run.at_begin:
-        prepare_first_step(trainer, record)
+        prepare_first_step(sides, record)
     replace_file(run.out / "config.json", json.dumps(record, indent=2))
-    return trainer
+    return sides
 
 
 # ---------------------------------------------------------------------------------- the loop
-def train(trainer: Trainer) -> None:
+def train(sides: Sides) -> None:
     """The whole run: steps, evaluations, files, checkpoints."""
-    run, config = trainer.run, trainer.run.config
+    run, config = sides.run, sides.run.config
     first_step = run.checkpoint["step"] + 1 if run.checkpoint else 1
     if first_step == 1:
-        finish_step(trainer, {"step": 0} | evaluate(trainer, 0))
+        finish_step(sides, {"step": 0} | evaluate(sides, 0))
     for step in range(first_step, config.steps + 1):
-        with stage(f"step {step}"):
-            done = train_step(trainer, step)
+        with noted(f"in step {step}"):
+            done = train_step(sides, step)
         row = {**done.metrics}
-        for observe in run.observers:
-            row |= metrics.further(row, observe(done))
+        for measure in run.step_metrics:
+            row |= further(row, measure(done))
         if step == config.steps or step % config.eval_every == 0:
-            row |= metrics.further(row, evaluate(trainer, step))
-        finish_step(trainer, row)
+            row |= further(row, evaluate(sides, step))
+        finish_step(sides, row)
     print(f"writing {run.out / 'policy'}")
-    run.save_policy(run, trainer.policy.model, run.out / "policy")
-    report(run.at_end)
-    trainer.engine.close()
+    run.save_policy(run, sides.policy.model, run.out / "policy")
+    call_reports(run.at_end)
+    sides.engine.close()
 
 
-def finish_step(trainer: Trainer, row: dict[str, Any]) -> None:
+def finish_step(sides: Sides, row: dict[str, Any]) -> None:
     """First what a resumed run needs, then what only reports."""
-    run, step = trainer.run, row["step"]
+    run, step = sides.run, row["step"]
     append_rows(run.out / "metrics.jsonl", [row])
     for write in run.writers:
         write(row)
     if step and (step == run.config.steps or step % run.config.checkpoint_every == 0):
-        save_checkpoint(trainer, step)
+        save_checkpoint(sides, step)
     log(run, row)
 
 
 class Step(NamedTuple):
     """What a step has done: its metrics, the P problems, the batch (B, T) that was trained on.
 
-    `fresh` is the batch with a mask on the rows that were sampled wholly with the weights before
+    `current` is the batch with a mask on the rows that were sampled wholly with the weights before
     this update, prompt included. --mask-truncated does not change it.
     """
 
     metrics: Mapping[str, Any]
     problems: list[Problem]
     batch: Batch
-    fresh: Batch
+    current: Batch
 
 
-def train_step(trainer: Trainer, step: int) -> Step:
+def train_step(sides: Sides, step: int) -> Step:
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
-    config, policy, engine = trainer.run.config, trainer.policy, trainer.engine
-    clock = Clock()
+    run, policy, engine, checks = sides.run, sides.policy, sides.engine, sides.checks
+    config, clock = run.config, Clock()
 
     # 1. Sample with the weights of the last load. Then the engine gives the device to the trainer.
-    with clock("generate"), stage(f"sampling by {type(trainer.source).__name__}"):
-        problems, rollouts = trainer.source.next(step)  # P, B = P * G rows
+    with clock("generate"), stage(f"sampling by {type(sides.source).__name__}"):
+        problems, rollouts = sides.source.next(step)  # P, B = P * G rows
     verify.batch.check_rollouts(
         problems, rollouts, config.num_prompts, config.group_size, engine.weight_version)
-    verify.batch.check_gradients(trainer.optimizer.masters)
+    verify.batch.check_gradients(sides.optimizer.masters)
     with clock("sleep"):
         engine.sleep()
 
     # 2. Score.
     with clock("reward"):
-        trainer.run.task.score(problems, rollouts)  # sets each rollout's reward and score
+        for prepare_scores in run.before_scores:
+            prepare_scores(problems, rollouts)
+        run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
 
@@ -418,143 +428,154 @@ def train_step(trainer: Trainer, step: int) -> Step:
     minibatches = batch.minibatches(has_signal.flatten(), config.num_minibatches,
                                     config.micro_batch_tokens, policy.pack)
     with clock("old_logprobs"):
-        measured = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
-    batch = replace(batch, old_logprobs=measured["logprobs"], entropy=measured["entropy"],
-                    ref_logprobs=measured.get("ref_logprobs"))
-    with stage(f"the advantage function of {config.objective}"):
-        advantages = OBJECTIVES[config.objective].advantages(  # (B, 1), or (B, T)
+        of_tokens = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
+    batch = replace(batch, old_logprobs=of_tokens["logprobs"], entropy=of_tokens["entropy"],
+                    ref_logprobs=of_tokens.get("ref_logprobs"))
+    with stage("the advantage function"):
+        advantages = run.advantages(  # (B, 1), or (B, T)
             scores.to(policy.device), config.group_size, batch)
         verify.batch.check_advantages(advantages, batch.mask)
     batch = replace(batch, advantages=advantages)
 
-    fresh = batch.mask_rows([rollout.oldest_version == engine.weight_version
-                             for rollout in rollouts])
-    figures = {"step": step, "lr": config.lr_at(step)} | metrics.before_update(
-        batch, fresh, measured, scores, has_signal, engine.weight_version,
+    current = batch.mask_rows([rollout.oldest_version == engine.weight_version
+                               for rollout in rollouts])
+    metrics = {"step": step, "lr": config.lr_at(step)} | of_step.before_update(
+        batch, current, of_tokens, scores, has_signal, engine.weight_version,
         objective=OBJECTIVES[config.objective], clip=config.clip, max_length=config.max_new_tokens)
-    if not trainer.run.not_stated:
-        verify.canary.check_step(engine, figures)
+    if not run.not_stated:
+        checks.canary.check_step(metrics)
 
-    # 4. Update.
-    batch = batch.mask_rows([has_loss(rollout, config) for rollout in rollouts])
+    # 4. Update. Responses that are left out or, with --mask-truncated, truncated have no loss.
+    batch = batch.mask_rows([
+        not math.isnan(rollout.score)
+        and not (config.mask_truncated and rollout.finish_reason == "length")
+        for rollout in rollouts])
     with clock("update"):
-        figures |= update(policy, trainer.optimizer, batch, minibatches, config, figures["lr"],
-                          trainer.run.token_filter)
+        metrics |= update(policy, sides.optimizer, batch, minibatches, config, metrics["lr"],
+                          run.token_filter, run.denominator)
 
-    # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards.
+    # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards
+    # them. The engine gives no rollouts before both checks have passed.
     with clock("sync"):
         engine.wake()
-        figures |= engine.load(policy.weights(), policy.response_logprobs, figures["updates"] > 0)
-    figures |= clock.figures()
-    figures |= metrics.further(figures, trainer.source.after_update())
-    return Step(MappingProxyType(figures), problems, batch, fresh)
-
-
-def has_loss(rollout: Rollout, config: Config) -> bool:
-    """False if it is left out, or truncated with --mask-truncated."""
-    masked = config.mask_truncated and rollout.finish_reason == "length"
-    return not masked and not math.isnan(rollout.score)
+        weights = policy.weights()
+        with clock("load"):
+            engine.load(weights, is_new_version=metrics["updates"] > 0)
+        with clock("proof"):
+            checks.prove(weights)  # the tensors in the engine are these, bit for bit
+        with clock("canary"):
+            checks.run_canary(policy)  # a few tokens, which both sides score
+    metrics |= clock.metrics()
+    metrics |= further(metrics, sides.source.after_update())
+    return Step(MappingProxyType(metrics), problems, batch, current)
 
 
 # ---------------------------------------------------------------------------------- update
 def with_loss_terms(
     batch: Batch, minibatches: Minibatches, config: Config, token_filter: TokenFilter | None
 ) -> Batch:
-    """The batch with the ratio's denominator, the correction and the weights of the loss."""
+    """The batch with the ratio's denominator, the correction, which tokens have a policy gradient,
+    and the weights of the loss."""
     correction = CORRECTIONS[config.tis](  # (B, T)
         batch.old_logprobs, batch.behavior_logprobs, batch.mask, config.tis_cap)
+    learns = batch.mask > 0
     averaged = batch.mask  # the tokens of the loss's mean
     if token_filter:
         with stage("the token filter"):
             rejected, averaged = token_filter(batch)
-        correction = correction * (rejected == 0)
-        verify.batch.check_averaged(averaged, correction > 0, batch.mask)
+        learns = learns & (rejected == 0)
+        verify.batch.check_averaged(averaged, learns, batch.mask)
     token_weights = torch.zeros_like(batch.mask)
     for micro_batches in minibatches:
         rows = torch.cat(micro_batches)
         token_weights[rows] = loss_weights(
             averaged[rows], OBJECTIVES[config.objective].normalizer, config.max_new_tokens)
     denominator = batch.behavior_logprobs if config.two_policy else batch.old_logprobs
-    return replace(batch, denominator=denominator, correction=correction,
+    return replace(batch, denominator=denominator, correction=correction, learns=learns,
                    token_weights=token_weights)
 
 
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
     config: Config, lr: float, token_filter: TokenFilter | None = None,
+    denominator: Denominator | None = None,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
-    loss = sum over rows and tokens of token_weights (correction * surrogate + kl_loss). The losses
-    of micro-batches add up. A minibatch whose rows have no gradient (all are flat or masked, or
-    their correction is 0, and there is no KL term) takes no step and counts in `skipped_updates`:
+    loss = sum over rows and tokens of token_weights (learns * correction * surrogate + kl_loss).
+    The losses of micro-batches add up. A minibatch whose rows have no gradient (all are flat,
+    masked or rejected, and there is no KL term) takes no step and counts in `skipped_updates`:
     otherwise AdamW would move the weights by momentum alone. With a KL term it takes a step and
     counts in `kl_only_updates`.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    objective, sums = OBJECTIVES[config.objective], metrics.Sums()
+    objective, sums = OBJECTIVES[config.objective], of_step.Sums()
     batch = with_loss_terms(batch, minibatches, config, token_filter)
-    from_reward = (batch.correction * batch.advantages != 0).any(dim=1)  # (B,), has a gradient
-    from_kl = (config.kl_coef * batch.token_weights > 0).any(dim=1)  # (B,)
+    by_reward = batch.learns & (batch.advantages != 0)  # (B, T)
+    has_gradient = (by_reward | (config.kl_coef * batch.token_weights > 0)).any(dim=1)  # (B,)
     with optimizer.on_device():
         for micro_batches in minibatches:
             of_minibatch = torch.cat(micro_batches)
-            if not (from_reward | from_kl)[of_minibatch].any():
+            if not has_gradient[of_minibatch].any():
                 continue
             for rows in micro_batches:
                 micro = batch.select(rows)
-                has_gradient = bool((from_reward | from_kl)[rows].any())
-                with torch.set_grad_enabled(has_gradient):
-                    logprobs = policy.score(micro)["logprobs"]  # (b, T)
+                if denominator:
+                    micro = replace(micro, denominator=denominator(policy, optimizer, micro))
+                learns = bool(has_gradient[rows].any())
+                with torch.set_grad_enabled(learns):
+                    logprobs = policy.logprobs(micro)  # (b, T)
                 token_loss, clipped = objective.surrogate(
-                    logprobs, micro.denominator, micro.advantages, micro.correction > 0,
-                    config.clip)
-                token_loss = micro.correction * token_loss
+                    logprobs, micro.denominator, micro.advantages, micro.learns, config.clip)
+                token_loss = micro.learns * micro.correction * token_loss
                 if config.kl_coef:
                     token_loss = token_loss + kl_loss(
                         logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
                         config.kl_coef, config.kl_gradient)
                 loss = (token_loss * micro.token_weights).sum()
-                if has_gradient:
+                if learns:
                     optimizer.backward(loss)
-                sums.add(logprobs.detach(), micro.denominator, micro.ref_logprobs, clipped,
-                         micro.token_weights, loss.item())
-            sums.step(optimizer.step(lr), kl_only=not from_reward[of_minibatch].any())
-    figures = sums.figures(len(minibatches))
+                sums.add(micro, logprobs.detach(), clipped, loss.item())
+            norm = optimizer.step(lr)
+            sums.step(norm, kl_only=not by_reward[of_minibatch].any())
+    metrics = sums.metrics(len(minibatches))
     if config.tis != "off" or token_filter:
-        figures |= metrics.of_correction(batch.correction, batch.mask, config.tis_cap)
-    return figures
+        metrics |= of_step.of_correction(
+            batch.correction, batch.learns, batch.mask, config.tis_cap)
+    return metrics
 
 
 # ---------------------------------------------------------------------------------- evaluation
-def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
+def evaluate(sides: Sides, step: int) -> dict[str, float]:
     """Mean reward on held-out problems. Every answer goes to samples.jsonl.
 
     A policy can adapt to a broken backend. `eval_agree` shows it: the share of the engine's greedy
     answers whose every token is the trainer's likeliest too.
     """
-    config, answers = trainer.run.config, partial(answer_held_out, trainer, step)
-    rollouts, greedy = answers(trainer.source, "greedy", 1, 0.0)
+    config, answers = sides.run.config, partial(answer_held_out, sides, step)
+    rollouts, greedy = answers(sides.source, mode="greedy", num_samples=1, temperature=0.0)
     print(answer_line(greedy[0]))
-    _, sampled = answers(trainer.source, "sampled", config.eval_samples, config.temperature)
-    figures = metrics.of_answers("eval_reward", sampled)
-    figures |= metrics.of_answers("eval_reward_greedy", greedy)
-    figures["eval_agree"] = greedy_agreement(trainer.policy, rollouts, config)
-    for evaluate_also in trainer.run.evaluations:
-        figures |= metrics.further(figures, evaluate_also(answers))
-    return figures
+    _, sampled = answers(sides.source, mode="sampled", num_samples=config.eval_samples,
+                         temperature=config.temperature)
+    metrics = of_step.of_answers("eval_reward", sampled)
+    metrics |= of_step.of_answers("eval_reward_greedy", greedy)
+    metrics["eval_agree"] = greedy_agreement(sides.policy, rollouts, config)
+    for evaluate_also in sides.run.evaluations:
+        metrics |= further(metrics, evaluate_also(answers))
+    return metrics
 
 
 def answer_held_out(
-    trainer: Trainer, step: int, source: Source, mode: str, num_samples: int, temperature: float
+    sides: Sides, step: int, source: Source, mode: str, num_samples: int, temperature: float
 ) -> tuple[list[Rollout], list[dict[str, Any]]]:
     """The source's answers to the held-out problems, and their rows of samples.jsonl."""
-    run = trainer.run
+    run = sides.run
     problems = run.task.held_out[: run.config.eval_problems]
     reseed(run.config.seed, "eval", step)
     with stage(f"sampling by {type(source).__name__}"):
-        rollouts = source.answer(problems, num_samples, run.sampling.at(temperature))
+        rollouts = source.answer(problems, num_samples, run.sampling.at(temperature),
+                                 evaluates=True)
     verify.batch.check_rollouts(
         problems, rollouts, len(problems), num_samples, source.engine.weight_version)
     rows = [{"step": step, "mode": mode} | row
@@ -568,9 +589,9 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) ->
     batch = make_batch(rollouts, policy.device)
     rows = torch.arange(len(rollouts))
     micro_batches = policy.pack(batch, rows, config.micro_batch_tokens)
-    at_1 = policy.changed(head=replace(policy.head, temperature=1.0))
-    score = partial(at_1.score, measures=(metrics.agreement,))
-    agrees = in_micro_batches(score, batch, [micro_batches])["agrees"]  # (B, T)
+    at_1 = policy.with_(head=replace(policy.head, temperature=1.0))
+    agreement = partial(at_1.token_metrics, metrics=(of_step.agreement,))
+    agrees = in_micro_batches(agreement, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
@@ -582,14 +603,14 @@ def main(arguments: list[str] | None = None) -> None:
         config = tyro.cli(Config, args=arguments, description=__doc__)
     out = config.out
     with exit_with_message(2), locked(out):
-        run = prepare(config)
+        run = complete_run(config)
         # The run is accepted: from here on files are written, an error's traceback too.
         with exit_with_message(2, out):
             policy = load_policy(run)
             engine = run.engine_kind.start(run, policy)
-            trainer = begin(run, policy, engine)
+            sides = first_load(run, policy, engine)
         with exit_with_message(1, out):
-            train(trainer)
+            train(sides)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ the top of a file: --help imports all of them. What two files share is in shared
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import isfunction
@@ -112,14 +112,17 @@ class ByName:
 
 
 class OneOwner:
-    """Its parts are the fields of its dataclass. Each that has a default is replaced once."""
+    """Its parts are the fields of its dataclass. Each that has a default is replaced once; of the
+    others, what is no collection can be wrapped again and again.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         usual = {part.name: part.default for part in fields(self)}
         if name not in usual:
             raise ValueError(f"{name} is no part of a run, which has {', '.join(usual)}")
         now = vars(self).get(name, usual[name])
-        if not (now is value or now is usual[name] or is_dataclass(now)):
+        can_wrap = usual[name] is MISSING and not isinstance(now, dict | list | set)
+        if not (now is value or now is usual[name] or can_wrap):
             raise ValueError(f"two options replace the part {name}: they cannot be given together"
                              " (a list or a dictionary is not replaced, it takes more entries)")
         super().__setattr__(name, value)

@@ -13,12 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-import verify
 from engine_adapter import Engine, Rollout, Source, reseed
 from extras import Extra
 from report.errors import MANY, within
 from tasks import Problem
-from verify.errors import EngineStateError
+from vllm_cases import EngineStateError
 
 
 class Options(Extra):
@@ -107,10 +106,10 @@ class GroupsInFlight(Source):
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return [group.problem for group in groups], rollouts
 
-    def answer(self, *asked: Any) -> list[Rollout]:
+    def answer(self, *asked: Any, **how: bool) -> list[Rollout]:
         """As `Source.answer`, for an evaluation: the groups in flight stay as they are."""
         with self.engine.holding():
-            return super().answer(*asked)
+            return super().answer(*asked, **how)
 
     def take(self, num_groups: int) -> list[Group]:
         """Run the engine until `num_groups` or more are complete. Returns those submitted first.
@@ -189,10 +188,10 @@ class InflightEngine(Engine):
         off = "recompute" if recomputes else "abort"
         self.inflight_update = "keep" if self.parity.inflight_keep else off
         self.settings["inflight_update"] = self.inflight_update
-        self.settings["echoed"] = [*self.settings["echoed"], "inflight_update"]
         self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
         # What kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []
+        self._aborted: list[Rollout] = []  # by the last load
         self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restored
 
     def sleep(self) -> None:
@@ -208,19 +207,21 @@ class InflightEngine(Engine):
         else:
             super().sleep()
 
-    def load(
-        self, weights: Mapping[str, Tensor], trainer_logprobs: Any, changed: bool = True
-    ) -> dict[str, float]:
-        """As `Engine.load`, between an interruption and a restart of what is unfinished.
+    def load(self, weights: Mapping[str, Tensor], is_new_version: bool = True) -> None:
+        """As `Engine.load`, after an interruption of what is unfinished.
 
-        Unfinished rollouts go on with weights that have not `changed`.
+        Unfinished rollouts go on with weights that have not changed.
         """
         self._require("load", "awake", "ready")  # a load that is refused interrupts nothing
-        verify.check_names(self, weights)
-        aborted = self._interrupt() if changed else []
-        seconds = super().load(weights, trainer_logprobs, changed)
-        self._restart(aborted)  # only now: a request needs an engine with weights
-        return seconds
+        self._check_names(weights)
+        self._aborted = self._interrupt() if is_new_version else []
+        super().load(weights, is_new_version)
+
+    def passed(self, check: str) -> None:
+        """What the load has aborted starts again once the engine is ready."""
+        super().passed(check)
+        if self.state == "ready":
+            self._restart(self._aborted)
 
     def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""

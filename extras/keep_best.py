@@ -40,10 +40,10 @@ class Options(Extra):
                                  " away")
         best = {"step": -1, "metric": name, "value": -math.inf}
 
-        def begin(trainer: Any, record: dict[str, Any]) -> None:
+        def begin(sides: Any, record: dict[str, Any]) -> None:
             for row in read_rows(run.out / "metrics.jsonl"):
                 raises_best(row)
-            run.writers.append(partial(keep, trainer.policy.model))
+            run.writers.append(partial(keep, sides.policy.model))
 
         def raises_best(row: dict[str, Any]) -> bool:
             """Whether the row's evaluation is the best so far; `best` is then of it."""

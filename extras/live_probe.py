@@ -42,15 +42,15 @@ class Options(Extra):
         if self != Options():
             run.at_begin.append(self._begin)
 
-    def _begin(self, trainer: Any, record: dict[str, Any]) -> None:
+    def _begin(self, sides: Any, record: dict[str, Any]) -> None:
         from probe.diagnose import StepProbe
 
-        run = trainer.run
+        run = sides.run
         if self.probes:
-            run.observers.append(StepProbe(trainer, self))  # it copies the first weights
+            run.step_metrics.append(StepProbe(sides, self))  # it copies the first weights
         if self.self_noise_every:
-            run.observers.append(
-                partial(observe_self_noise, trainer.policy, run.config, self.self_noise_every))
+            run.step_metrics.append(
+                partial(observe_self_noise, sides.policy, run.config, self.self_noise_every))
 
 
 @torch.no_grad()
@@ -67,10 +67,11 @@ def observe_self_noise(policy: Policy, config: Any, every: int, step: Any) -> di
     minibatches = [longest_first(batch, rows, config.micro_batch_tokens)]
 
     def logprobs(policy: Policy, batch: Batch) -> Tensor:
-        return in_micro_batches(policy.score, batch, minibatches)["logprobs"]
+        of_tokens = partial(policy.token_metrics, metrics=())
+        return in_micro_batches(of_tokens, batch, minibatches)["logprobs"]
 
     wide = wide_dtype(policy.model)
-    precise = policy.changed(body=precise_body, head=replace(policy.head, dtype=wide))
+    precise = policy.with_(body=precise_body, head=replace(policy.head, dtype=wide))
     exact = logprobs(precise, replace(batch, mask=batch.mask.to(wide)))
     difference = of_mismatch(logprobs(policy, batch), exact, batch.mask)["mismatch_abs_mean"]
     return {"self_noise_abs_mean": difference}

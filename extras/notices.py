@@ -59,9 +59,9 @@ def of_a_turn(run: Any) -> Iterator[str]:
                    " the token in eos_token_id of generation_config.json")
 
 
-def name_idle(trainer: Any, record: dict[str, Any]) -> None:
+def name_idle(sides: Any, record: dict[str, Any]) -> None:
     """Print which switches do nothing, once the engine has its settings."""
-    run, engine = trainer.run, trainer.engine
+    run, engine = sides.run, sides.engine
     config, parity = run.config, run.config.parity
     block = engine.settings.get("block_size", 0)  # transformers has no blocks
     shares = "prefix_cache" in config.given  # never without uncached_runtime

@@ -74,12 +74,12 @@ def newest_checkpoint(run: Any) -> Path | None:
 
 
 
-def go_on(trainer: Any, record: dict[str, Any]) -> None:
+def go_on(sides: Any, record: dict[str, Any]) -> None:
     """Drop the rows after the checkpoint's step, and keep the run's first record.
 
     What goes on now is in its list `resumed`. Raises: ValueError if rows are missing.
     """
-    out, step = trainer.run.out, trainer.run.checkpoint["step"]
+    out, step = sides.run.out, sides.run.checkpoint["step"]
     for name in TABLES:
         rows = [row for row in read_rows(out / name) if row["step"] <= step]
         if name == "metrics.jsonl" and [row["step"] for row in rows] != [*range(step + 1)]:

@@ -21,7 +21,7 @@ from extras.shared.masks import (
     masked_logits,
 )
 from report.errors import MANY, within
-from rl import Batch, Restriction, at_targets, no_restriction
+from rl import Batch, Restriction, at_targets, entropies, no_restriction
 
 ENDINGS = {
     "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
@@ -73,7 +73,7 @@ class Options(Extra):
 
 def policy_options(sampling: MaskedSampling) -> dict[str, Any]:
     """Arguments of `Policy`."""
-    return {"restrict": kept_sets, "measures": (partial(masses, sampling),)}
+    return {"restrict": kept_sets, "metrics": (entropies, partial(masses, sampling))}
 
 
 def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
@@ -94,7 +94,7 @@ def kept_sets(batch: Batch, response: Tensor) -> Restriction:
     if not response.any():  # all rows of a micro-batch are masked
         return no_restriction
     kept: list[numpy.ndarray] = []
-    for rollout in batch.rollouts[response.any(dim=1).numpy(force=True)]:
+    for rollout in compress(batch.rollouts, response.any(dim=1).tolist()):
         trained = rollout.trained or [True] * len(rollout.kept)
         kept += compress(rollout.kept, trained)
     if not kept:

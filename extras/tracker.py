@@ -12,7 +12,7 @@ from typing import Any
 
 from extras import Extra
 from report.errors import one_line
-from report.log import report
+from report.log import call_reports
 
 FUNCTIONS = "init", "log", "finish"
 # Arguments of wandb.init that the environment decides; wandb reads its other variables itself.
@@ -38,7 +38,7 @@ class Options(Extra):
                              " SummaryWriter.add_scalar takes the numbers of metrics.jsonl), got"
                              f" {self.tracker}: {one_line(error)}") from error
 
-        def begin(trainer: Any, record: dict[str, Any]) -> None:
+        def begin(sides: Any, record: dict[str, Any]) -> None:
             run_id = token_hex(4)
             arguments = {"project": "grpo", "name": f"{run.out.name}-{run_id}"}
             if self.tracker == "wandb":
@@ -56,4 +56,4 @@ class Options(Extra):
             # Also a column, because wandb's upload of an offline run that was resumed shifts steps.
             library.log(numbers | {"at_step": row["step"]}, step=row["step"])
 
-        run.at_begin.append(partial(report, [begin]))
+        run.at_begin.append(partial(call_reports, [begin]))

@@ -21,4 +21,4 @@ class Options(Extra):
                             [{"step": number, "mode": "train"} | answer for answer in answers])
             return {}
 
-        run.observers.append(observe)
+        run.step_metrics.append(observe)

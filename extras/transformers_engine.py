@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import verify
-from engine_adapter import Engine, Rollout, Sampling, Source
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source
 from extras import Extra
 from extras.shared.kv_cache import left_padded, states_after
 from extras.shared.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
-from verify.canary import NATS
+from verify.canary import Canary
 from verify.head import check_head
 from verify.own_noise import UNMEASURED
 from verify.settings import of_trainer
@@ -48,7 +48,7 @@ class Options(Extra):
 
     def install(self, run: Any) -> None:
         if self.engine == "transformers":
-            run.engine_kind = TransformersEngine
+            run.engine_kind, run.checks_kind = TransformersEngine, NothingToCompare
         if self.engine == "transformers" or self.eval_trainer_alone:
             run.with_model.append(refuse_recurrent)
         if self.eval_trainer_alone:
@@ -71,15 +71,16 @@ def refuse_recurrent(model: torch.nn.Module) -> None:
                          " try --engine vllm --no-eval-trainer-alone")
 
 
-def add_evaluation(trainer: Any, record: dict[str, Any]) -> None:
+def add_evaluation(sides: Any, record: dict[str, Any]) -> None:
     """Add an evaluation whose answers the trainer's own modules sample."""
-    run = trainer.run
-    engine = engine_for(run, trainer.policy)
-    engine.load({}, None)
+    run = sides.run
+    engine = engine_for(run, sides.policy)
+    engine.load({})
     source = Source(engine, run.task, run.sampling, 1, 1, 0)
 
     def evaluate(answers: Callable) -> dict[str, Any]:
-        _, rows = answers(source, "trainer_alone", run.config.eval_samples, run.config.temperature)
+        _, rows = answers(source, mode="trainer_alone", num_samples=run.config.eval_samples,
+                          temperature=run.config.temperature)
         return metrics.of_answers("eval_reward_trainer_alone", rows)
 
     run.evaluations.append(evaluate)
@@ -127,8 +128,7 @@ class TransformersEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, kv_lost=0)
         self._queue: list[Rollout] = []
-        limit = NATS if policy.model.dtype == torch.float32 else UNMEASURED
-        self.checked = verify.Checked({}, limit=limit)
+        self.dtype, self.parity = policy.model.dtype, ParityFlags()
         # The trainer's own dtype, head and attention.
         self.settings = {"engine": "transformers"} | of_trainer(policy)
 
@@ -182,15 +182,29 @@ class TransformersEngine(Engine):
         yield
         self._queue = queue
 
-    def load(self, weights: Any, _: Any, changed: bool = True) -> dict[str, float]:
-        """Count one weight version up if the weights, which are the policy's, have `changed`."""
+    def load(self, weights: Any, is_new_version: bool = True) -> None:
+        """Count one weight version up if the weights, which are the policy's, have changed."""
         self._require("load", "awake", "ready")
-        self.weight_version += changed
+        self.weight_version += is_new_version
         self.state = "ready"
-        return {"load_s": 0.0, "proof_s": 0.0, "canary_s": 0.0}
 
     def close(self) -> None:
         """Nothing to free: the weights are the trainer's."""
+
+
+class NothingToCompare(verify.Checks):
+    """The checks of an engine that has the trainer's own weights and head."""
+
+    def __init__(self, engine: TransformersEngine, options: verify.Options):
+        self.canary = Canary(engine)  # for the limit of a step's rows
+        if engine.dtype != torch.float32:
+            self.canary.limit = UNMEASURED
+
+    def prove(self, weights: Any) -> None: ...
+
+    def run_canary(self, policy: Policy) -> None: ...
+
+    def compare_with_stated(self, *_: Any) -> None: ...
 
 
 def _draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

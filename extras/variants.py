@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+import torch
+
 from extras import Extra
 
 OF_FIX = {  # the fix that must be off
@@ -39,7 +41,7 @@ class Options(Extra):
         if "recompute" in self.variants and "inflight_groups" in run.config.given:
             run.engine["recomputes"] = True  # else notices.py names inflight_keep
         if "both-heads" in self.variants:
-            run.policy["fp32_head"] = False
+            run.policy["head_dtype"] = getattr(torch, run.config.dtype)
         if "both-raw" in self.variants:
             run.policy["temperature"] = 1.0
             run.not_stated.add("trainer")

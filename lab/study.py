@@ -55,8 +55,8 @@ from report.errors import (
 from report.files import read_json, read_rows, refuse_another_run
 from tasks.job import teach_toy
 from tasks.problem_files import load_task
-from train import Config, find_run
-from verify.start import prepare_environment
+from train import Config, new_run
+from vllm_cases import prepare_environment
 
 Record = dict[str, Any]  # as JSON has it
 Errors = dict[str, str]  # of runs, by the name of their folder
@@ -176,7 +176,7 @@ def check_finished(runs: list[Run]) -> None:
 def identity_of(config: Config) -> Record:
     """What says whether another run had the same model, task and prompts."""
     with redirect_stdout(StringIO()):
-        run = find_run(config)
+        run = new_run(config)
         teach_toy(config)
         return run.identity
 

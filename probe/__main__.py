@@ -41,9 +41,12 @@ class Layers:
         policy = load_policy(self.model, self.dtype)
         engine = Engine(
             self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
-            max_model_len=self.prompt_tokens + self.max_new_tokens,
-            checks=verify.Options(canary_nats=100))  # a wrong one is to be measured, not refused
-        engine.load(policy.weights(), policy.response_logprobs)
+            max_model_len=self.prompt_tokens + self.max_new_tokens)
+        # A wrong engine is to be measured, not refused.
+        checks, weights = verify.Checks(engine, verify.Options(canary_nats=100)), policy.weights()
+        engine.load(weights)
+        checks.prove(weights)
+        checks.run_canary(policy)
         draw = torch.Generator().manual_seed(0)
         shape = NUM_PROMPTS, self.prompt_tokens
         prompts = torch.randint(policy.head.weight.shape[0], shape, generator=draw).tolist()
@@ -85,7 +88,7 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
         model = model_folder.load(path, getattr(torch, dtype)).to(device)
-        policy = Policy(model, fp32_head=fp32_head)
+        policy = Policy(model, head_dtype=torch.float32 if fp32_head else model.dtype)
         check_head(policy)
         return policy
 

@@ -134,9 +134,9 @@ class StepProbe:
     weights, and with those one update earlier. So a probed run is the run without the probe.
     """
 
-    def __init__(self, trainer: Any, options: Any):
-        self.run, self.options = trainer.run, options
-        self.policy, self.engine = trainer.policy, trainer.engine
+    def __init__(self, sides: Any, options: Any):
+        self.run, self.options = sides.run, options
+        self.policy, self.engine = sides.policy, sides.engine
         self.weights: list[Weights] = [self.policy.copied_weights()]  # before the update, and older
 
     def __call__(self, step: Any) -> dict[str, str]:
@@ -157,7 +157,7 @@ class StepProbe:
 
     def _probe(self, step: Any, exceeded: list[str]) -> dict[str, str]:
         run = self.run
-        current = step.fresh
+        current = step.current
         number = step.metrics["step"]
         why = f"alarm of {', '.join(exceeded)}" if exceeded else "as planned"
         title = f"probe after step {number} ({why})"

@@ -42,5 +42,5 @@ class Clock:
         if phase in PEAKS:
             self.phases[f"{phase}_gib"] = peak_gib()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return self.phases | {"step_s": time.perf_counter() - self.started}

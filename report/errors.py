@@ -8,12 +8,34 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that an option may have: `Annotated[int, Range(0, 9)]`."""
+
+    low: float
+    high: float
+
+
+Count = Annotated[int, Range(1, MANY)]
+Positive = Annotated[float, Range(SMALLEST, LARGEST)]
+
+
+def check_ranges(options: Any) -> None:
+    """Raises: ValueError by `within` for an option outside the Range of its type."""
+    for option in fields(options):
+        for kind in (option.type, *get_args(option.type)):
+            for rule in getattr(kind, "__metadata__", ()):
+                if isinstance(rule, Range):  # tyro has marks of its own there
+                    within(options, rule.low, rule.high, option.name)
 
 
 def within(options: Any, low: float, high: float, *names: str) -> None:
@@ -47,6 +69,16 @@ def stage(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Adds a note to an exception: where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 def show(stream: Any, text: str) -> None:
@@ -87,8 +119,8 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception or a signal's KeyboardInterrupt becomes a sentence and a
     status.
 
-    `out`: the folder of an accepted run, for the traceback. Without it, the traceback is printed,
-    unless the exception is a ValueError, which the checks of this program raise.
+    The traceback is printed, unless the exception is a ValueError, which the checks of this program
+    raise. `out`: the folder of an accepted run, which gets the traceback in any case.
     """
     print_each_line_at_once()
     try:
@@ -107,7 +139,7 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
             with suppress(OSError):  # the disk may be full
                 replace_file(path, traceback.format_exc())
                 where = f" (traceback: {path})"
-        elif not isinstance(error, ValueError):
+        if not isinstance(error, ValueError):
             traceback.print_exc()
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)

@@ -139,22 +139,22 @@ def check_readable(path: Path) -> None:
         raise ValueError(f"a state_dict must have {READABLE}, got {', '.join(refused)}")
 
 
-def save_checkpoint(trainer: Any, step: int) -> None:
+def save_checkpoint(sides: Any, step: int) -> None:
     """checkpoints/step_N: the folder of a model, or of adapters, and state.pt with all the rest.
 
     state.pt has digests of the other files. The newest two checkpoints are kept; files and folders
     of other names are left alone.
     """
-    run = trainer.run
+    run = sides.run
     folder = run.out / "checkpoints" / f"step_{step:06d}"
     unfinished = folder.with_name("unfinished")  # renamed when it is complete
     shutil.rmtree(unfinished, ignore_errors=True)
     print(f"writing {folder}")
     with stage(f"writing {folder}"):
         unfinished.mkdir(parents=True)
-        run.save_weights(run, trainer.policy.model, unfinished)
+        run.save_weights(run, sides.policy.model, unfinished)
         files = {path.name: digest_of(path) for path in unfinished.iterdir()}
-        state = trainer.state_dict() | {"step": step, "run": run.identity, "files": files}
+        state = sides.state_dict() | {"step": step, "run": run.identity, "files": files}
         try:
             with (unfinished / "state.pt").open("wb") as file:
                 torch.save(state, file)

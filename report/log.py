@@ -59,10 +59,10 @@ def log_line(figures: dict[str, Any], steps: int, endings: dict[str, str]) -> st
 def log(run: Any, figures: dict[str, Any]) -> None:
     """One line to the terminal, and the reports."""
     print(log_line(figures, run.config.steps, run.endings))
-    report(run.reports, figures)
+    call_reports(run.reports, figures)
 
 
-def report(functions: list[Callable], *arguments: Any) -> None:
+def call_reports(functions: list[Callable], *arguments: Any) -> None:
     """Call each. What only reports ends no run: one that fails is named, and not called again."""
     for function in [*functions]:
         try:

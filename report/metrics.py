@@ -27,34 +27,34 @@ def further(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------- of a token
 def agreement(logits: Tensor, _: Tensor, __: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """`agrees`: 1.0 where the target is a likeliest token, else 0. An rl.Measure."""
+    """`agrees`: 1.0 where the target is a likeliest token, else 0. An rl.TokenMetric."""
     of_targets = logits.gather(-1, targets[:, None])[:, 0]
     return {"agrees": (of_targets == logits.amax(dim=-1)).float()}
 
 
 # ---------------------------------------------------------------------------------- before it
 def before_update(
-    batch: Any, fresh: Any, measured: dict[str, Tensor], scores: Tensor, has_signal: Tensor,
+    batch: Any, current: Any, of_tokens: dict[str, Tensor], scores: Tensor, has_signal: Tensor,
     weight_version: int, *, objective: Any, clip: Any, max_length: int,
 ) -> dict[str, float | None]:
-    """All that a step measures before its update. `measured`: the policy's `token_metrics`.
+    """All that a step measures before its update. `of_tokens`: the policy's `token_metrics`.
 
-    Figures named current_... and backend_..., and surprisal_z, are those of `fresh`, the rows
+    Figures named current_... and backend_..., and surprisal_z, are those of `current`, the rows
     that were sampled with the current weights alone, because the others are stale and staleness is
     not the backend's fault.
     """
     figures = of_rollouts(batch, scores, has_signal, weight_version)
     # entropy; with the sampler's mask kept_mass, engine_kept_mass, outside_frac
-    figures |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()
+    figures |= {name: (values.sum() / batch.mask.sum()).item() for name, values in of_tokens.items()
                 if name != "varentropy" and not name.endswith("logprobs")}
     figures |= of_mismatch(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-    if fresh.mask.any():
-        sides = fresh.old_logprobs, fresh.behavior_logprobs, fresh.mask
+    if current.mask.any():
+        sides = current.old_logprobs, current.behavior_logprobs, current.mask
         figures["surprisal_z"] = surprisal_z(
-            fresh.old_logprobs, fresh.entropy, measured["varentropy"], fresh.mask)
+            current.old_logprobs, current.entropy, of_tokens["varentropy"], current.mask)
         figures |= {f"current_{name}": value for name, value in of_mismatch(*sides).items()
                     if name != "mismatch_max"}
-        figures |= of_backend(*sides, fresh.advantages, objective, clip, max_length)
+        figures |= of_backend(*sides, current.advantages, objective, clip, max_length)
     return figures
 
 
@@ -69,13 +69,13 @@ def of_rollouts(
     Shapes: scores (B,), has_signal (P, G).
     """
     rollouts, tokens = batch.rollouts, int(batch.mask.sum())
-    sums = [rollout.parts for rollout in rollouts if rollout.parts]  # rewards that have terms
-    terms = dict.fromkeys(name for parts in sums for name in parts)
+    sums = [rollout.terms for rollout in rollouts if rollout.terms]  # rewards that have terms
+    terms = dict.fromkeys(name for each in sums for name in each)
     versions = [version for rollout in rollouts for version in rollout.versions]
     return {
         "reward": mean(rollout.reward for rollout in rollouts),
         # A term that a reward does not name is 0 there, so that the means add up to the reward's.
-        **{f"reward/{name}": fmean(parts.get(name, 0.0) for parts in sums) for name in terms},
+        **{f"reward/{name}": fmean(each.get(name, 0.0) for each in sums) for name in terms},
         "reward_errors": sum(rollout.reward_error is not None for rollout in rollouts),
         "left_out": int(scores.isnan().sum()),
         "score": mean([scores.nanmean().item()]),
@@ -152,12 +152,13 @@ def of_backend(
 
 
 # ---------------------------------------------------------------------------------- an update
-def of_correction(weights: Tensor, mask: Tensor, cap: float) -> dict[str, float]:
-    """Shares of the response tokens whose weight is the cap, or 0 (rejected); ESS of all weights.
+def of_correction(weights: Tensor, learns: Tensor, mask: Tensor, cap: float) -> dict[str, float]:
+    """Shares of the response tokens whose weight is the cap, and that are rejected; ESS of the
+    weights, 0 on rejected tokens.
 
-    Shapes: weights (B, T), 0 on rejected tokens and outside the mask, else positive.
+    Shapes: weights (B, T), positive; learns (B, T), bool, of the mask what is not rejected.
     """
-    tokens = mask.sum().clamp(min=1)
+    tokens, weights = mask.sum().clamp(min=1), weights * learns
     return {
         "tis_capped_frac": ((weights >= cap).sum() / tokens).item(),
         "rejected_frac": (((weights == 0) & (mask > 0)).sum() / tokens).item(),
@@ -182,15 +183,17 @@ class Sums:
         self.kl_only_updates = 0
 
     def add(
-        self, logprobs: Tensor, denominator: Tensor, ref_logprobs: Tensor | None, clipped: Tensor,
-        weights: Tensor, loss: float,
+        self, micro: Any, logprobs: Tensor, clipped: Tensor, loss: float
     ) -> None:
-        """Add a micro-batch, its tensors (b, T). `weights`: of the loss, 0 where nothing counts.
+        """Add a micro-batch, its values (b, T). Where a token's weight in the loss is 0, nothing
+        counts.
 
         Raises: FloatingPointError if the loss is not finite.
         """
+        weights, ref_logprobs = micro.token_weights, micro.ref_logprobs
         counted = weights > 0
-        log_ratio = ((logprobs - denominator) * counted).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        log_ratio = (logprobs - micro.denominator) * counted
+        log_ratio = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
         terms = {"ratio_mean": log_ratio.exp(), "clip_rate": clipped,
                  "kl_old_new": torch.expm1(log_ratio) - log_ratio}
         if ref_logprobs is not None:
@@ -211,7 +214,7 @@ class Sums:
         self.kl_only_updates += kl_only
         self.loss = 0.0
 
-    def figures(self, num_minibatches: int) -> dict[str, float | None]:
+    def metrics(self, num_minibatches: int) -> dict[str, float | None]:
         """Over all minibatches with a signal; of none there is neither loss nor ratio.
 
         `overflowed_updates` counts the steps that fp16 has lost, `updates` those that changed the

@@ -34,7 +34,7 @@ class Problem(NamedTuple):
         return self.question.strip()
 
 
-# Of a problem and a response: a number, a dictionary of named parts whose sum is the reward, or
+# Of a problem and a response: a number, a dictionary of named terms whose sum is the reward, or
 # None, which leaves the response out of the loss and of its group's baseline.
 Reward = Callable[..., float | dict[str, float] | None]
 # A problem, the texts of its responses, and their engine_adapter.Rollout.
@@ -120,7 +120,7 @@ class Task:
                     "response": text, "question": problem.question, "answer": problem.answer,
                     "source": problem.source, "finish_reason": rollout.finish_reason,
                     "tokens": len(rollout.token_ids), "error": rollout.reward_error,
-                    "parts": rollout.parts,
+                    "terms": rollout.terms,
                 })
         errors = [row["error"] for row in rows if row["error"]]
         if errors:
@@ -150,7 +150,7 @@ class Task:
                                  " leave-out")
             rollout.reward_error, result = error, None
         if isinstance(result, dict):
-            rollout.parts, result = result, sum(result.values())
+            rollout.terms, result = result, sum(result.values())
         rollout.reward = math.nan if result is None else result
 
     @property

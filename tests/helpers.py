@@ -56,8 +56,8 @@ from rl import Batch, Policy, make_batch
 from tasks import Task
 from tasks.options import Options
 from tasks.problem_files import load_task
-from train import Config, Trainer, begin, load_policy, prepare
-from verify.start import prepare_environment
+from train import Config, Sides, complete_run, first_load, load_policy
+from vllm_cases import prepare_environment
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -85,6 +85,7 @@ for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(KERNELS, []):
 DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
 OWN_PROCESS = "PYTEST_OWN_PROCESS"  # in the child process of a test: the id of its parent
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
+checks: dict[Engine, verify.Checks] = {}  # and its checks
 # vLLM freezes all objects when it starts. It unfreezes them when it closes, and then collects garbage three times in
 # all imported modules (1.3 s). Without a GPU only `close_live_engine` freezes, and nothing unfreezes. So the imported
 # modules stay frozen, an engine is never frozen, and the same collections free it in 0.1 s.
@@ -99,6 +100,7 @@ def close_live_engine() -> None:
     if Engine.live is not None:
         Engine.live.close()
     shared.clear()
+    checks.clear()
     freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
 
 
@@ -162,15 +164,15 @@ def changed(group: object, options: dict) -> object:
         for name, value in vars(group).items()})  # fmt: skip
 
 
-def built(root: Path, out: Path, **options) -> Trainer:
+def built(root: Path, out: Path, **options) -> Sides:
     """All of train.py up to the first step, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
                  engine="transformers", seed=SHIFT)  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    run = prepare(config_of(**usual | options))
+    run = complete_run(config_of(**usual | options))
     close_live_engine()
     policy = load_policy(run)
-    return begin(run, policy, run.engine_kind.start(run, policy))
+    return first_load(run, policy, run.engine_kind.start(run, policy))
 
 
 def task_of(name: str | Path, seed: int = 0, **options) -> Task:
@@ -178,9 +180,17 @@ def task_of(name: str | Path, seed: int = 0, **options) -> Task:
     return load_task(str(name), seed, Options(**options))
 
 
-def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
-    """The seconds that the load took, by part."""
-    return engine.load(policy.weights(), policy.response_logprobs)
+def load_into(engine: Engine, policy: Policy, weights: dict | None = None, is_new_version: bool = True) -> None:
+    """Load the policy's weights, or others, into an engine of `started`, and check it as a run does."""
+    weights = policy.weights() if weights is None else weights
+    engine.load(weights, is_new_version)
+    checks_of(engine).prove(weights)
+    checks_of(engine).run_canary(policy)
+
+
+def checks_of(engine: Engine) -> verify.Checks:
+    """The checks of an engine of `started`."""
+    return checks[engine]
 
 
 @contextmanager
@@ -194,18 +204,19 @@ def started(
     """
     folder, shapes = str(folder), {name: tensor.shape for name, tensor in policy.weights().items()}
     parity = parity or ParityFlags()
-    checks = {name: options.pop(name) for name in ("verify_loads", "canary_nats") if name in options}
-    options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
-               "checks": verify.Options(**checks)} | options  # fmt: skip
+    how = verify.Options(**{name: options.pop(name) for name in ("verify_loads", "canary_nats") if name in options})
+    options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype} | options
     options["collect"] = collect_kept_sets
-    key = repr((folder, shapes, parity, in_flight, options))
+    key = repr((folder, shapes, parity, in_flight, how, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
         live.abort()  # left unfinished
     if shared.get(live) != key or live.state not in ("ready", "awake") or live._requests:
         close_live_engine()
         made = InflightEngine if in_flight else Engine
-        shared[made(folder, shapes, parity, **options)] = key
+        engine = made(folder, shapes, parity, **options)
+        shared[engine] = key
+        checks[engine] = verify.Checks(engine, how)
     engine = Engine.live
     try:
         load_into(engine, policy)
@@ -231,12 +242,12 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    return replace(batch, old_logprobs=at(policy, temperature).score(batch)["logprobs"])
+    return replace(batch, old_logprobs=at(policy, temperature).logprobs(batch))
 
 
 def at(policy: Policy, temperature: float) -> Policy:
     """The policy that scores at this temperature."""
-    return policy.changed(head=replace(policy.head, temperature=temperature))
+    return policy.with_(head=replace(policy.head, temperature=temperature))
 
 
 def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:

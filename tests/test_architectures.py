@@ -36,9 +36,9 @@ from extras.sampling_mask import kept_sets
 from model_folder import attention_for
 from rl import Policy, make_batch
 from verify import canary
-from verify.errors import WeightLoadError
 from verify.parity import Widened, twice_as_precise
 from verify.proof import differing
+from vllm_cases import WeightLoadError
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count
 # Name, whether the head is tied, dtype, device. Each class in float32; what 16 bits or a tied head change, which is how
@@ -133,10 +133,10 @@ def test_both_bodies_and_the_head_have_the_values_and_gradients_of_the_models_ow
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     with Widened(torch.float64):  # also what transformers computes in float32, such as norms
         for options in ({}, policy_options(model)):
-            policy = Policy(model, temperature=0.7, fp32_head=False, restrict=kept_sets, **options)
-            policy = policy.changed(head=replace(policy.head, chunk_elements=96 * 20))
+            policy = Policy(model, temperature=0.7, head_dtype=model.dtype, restrict=kept_sets, **options)
+            policy = policy.with_(head=replace(policy.head, chunk_elements=96 * 20))
             seen.clear()
-            ours.append(graph(policy.score(batch)["logprobs"]))
+            ours.append(graph(policy.logprobs(batch)))
         assert seen == [(4, 40), (8, 29)]  # the responses without their last tokens
         logits = model(input_ids=batch.inputs, use_cache=False).logits / 0.7
         logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
@@ -151,8 +151,8 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     policy = Policy(small_model(name))
     assert policy_options(policy.model) == {}
     rollouts = [Rollout([0, 95, 7, 0], 0, drawn_ids(length), [0.0] * length) for length in (5, 36, 13, 21, 36, 29)]
-    for rollout, together in zip(rollouts, policy.score(make_batch(rollouts))["logprobs"], strict=True):
-        (alone,) = policy.score(make_batch([rollout]))["logprobs"]
+    for rollout, together in zip(rollouts, policy.logprobs(make_batch(rollouts)), strict=True):
+        (alone,) = policy.logprobs(make_batch([rollout]))
         torch.testing.assert_close(together[: len(alone)], alone, atol=ROUNDING, rtol=0)
 
 
@@ -168,7 +168,7 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
             move(policy, 0.02, seed=27)
             weights = {name: (stale if faulty in name else policy.weights())[name] for name in stale}
             with pytest.raises(WeightLoadError, match=f"the canary's {word} "):
-                engine.load(weights, policy.response_logprobs)
+                load_into(engine, policy, weights)
 
 
 @pytest.mark.engine

@@ -12,7 +12,7 @@ from objectives import OBJECTIVES, Objective, grpo
 from tasks import Problem
 from train import evaluate, train, train_step
 from verify.batch import check_advantages, check_averaged, check_rollouts
-from verify.errors import AuditError
+from verify.settings import AuditError
 
 # ------------------------------------------------------------------------------------------------ rollouts
 PROBLEMS = [Problem("", "", "", [row, 5]) for row in range(3)]
@@ -124,7 +124,7 @@ def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_
 FIGURES = {
     "reward": lambda trainer, more: setattr(trainer.source, "after_update", more),
     "update_s": lambda trainer, more: setattr(trainer.source, "after_update", more),
-    "eval_reward": lambda trainer, more: trainer.run.observers.append(lambda step: more()),
+    "eval_reward": lambda trainer, more: trainer.run.step_metrics.append(lambda step: more()),
     "eval_agree": lambda trainer, more: trainer.run.evaluations.append(lambda answers: more()),
 }  # fmt: skip
 

@@ -8,8 +8,7 @@ from transformers import Qwen2ForCausalLM
 
 from engine_adapter import Engine, ParityFlags
 from rl import Policy
-from verify.errors import AuditError
-from verify.settings import of_trainer
+from verify.settings import AuditError, of_trainer
 
 pytestmark = pytest.mark.engine
 NO_MASK, RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logprobs=False)

@@ -29,13 +29,13 @@ def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
             factors(layer)[1].data.normal_(0, 0.1)
     policy, passes = Policy(model), []
     trained = [each for each in model.parameters() if each.requires_grad]
-    expected = torch.autograd.grad(policy.score(BATCH)["logprobs"].sum(), trained)
+    expected = torch.autograd.grad(policy.logprobs(BATCH).sum(), trained)
     checkpoint_layers(model)
     assert all(each.grad is None for each in model.parameters())
     layers = model.base_model.get_submodule({"GPT2": "h", "OPT": "decoder.layers"}.get(name, "layers"))
     for index, layer in enumerate(layers):
         next(layer.children()).register_forward_pre_hook(lambda *_, index=index: passes.append(index))
-    found = torch.autograd.grad(policy.score(BATCH)["logprobs"].sum(), trained)
+    found = torch.autograd.grad(policy.logprobs(BATCH).sum(), trained)
     assert sorted(passes) == sorted([*range(len(layers))] * 2)
     assert all(map(torch.equal, found, expected))
 

@@ -13,6 +13,7 @@ from helpers import (
     drawn_ids,
     floors,
     floors_of,
+    load_into,
     move_and_load,
     policy_of,
     qwen2,
@@ -32,7 +33,7 @@ from rl import Policy
 from tasks import Problem, Task, exact_match
 from verify import canary
 from verify.batch import check_rollouts
-from verify.errors import EngineStateError
+from vllm_cases import EngineStateError
 
 pytestmark = pytest.mark.engine
 ABORT = {"parity": ParityFlags(inflight_keep=False)}
@@ -60,7 +61,7 @@ def test_an_engine_that_keeps_requests_keeps_its_memory_also_in_a_step_that_leav
         monkeypatch.setattr(Engine, "sleep", lambda engine: pytest.fail("it sleeps"))
         engine.sleep()
         engine.wake()
-        engine.load(policy.weights(), policy.response_logprobs)
+        load_into(engine, policy)
 
 
 def in_flight(engine, group_size: int, sampling: Sampling, max_staleness: int) -> GroupsInFlight:
@@ -145,7 +146,7 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
         for _ in range(12):
             engine.step()
         version, old = engine.weight_version, deepcopy(policy)
-        engine.load(policy.weights(), policy.response_logprobs, changed=False)  # interrupts nothing
+        load_into(engine, policy, is_new_version=False)  # interrupts nothing
         assert engine.counters["tokens_wasted"] == 0
         before = len(rollouts[0].token_ids)  # the load's checks advance them
         move_and_load(policy, engine, scale=0.03)

@@ -5,9 +5,19 @@ import re
 
 import pytest
 import torch
-from helpers import SIXTEEN, close_live_engine, drawn_ids, exit_status, policy_in, policy_of, small_model, started
+from helpers import (
+    SIXTEEN,
+    checks_of,
+    close_live_engine,
+    drawn_ids,
+    exit_status,
+    load_into,
+    policy_in,
+    policy_of,
+    small_model,
+    started,
+)
 
-import verify
 from probe.__main__ import main
 from probe.layers import _row, compare_layers, report
 
@@ -67,12 +77,12 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
     with started(tmp_path, policy) as engine:
         rows = compare_layers(policy, engine, *REQUESTS)
         assert named(rows) == set(), report(rows, "")
-        engine.checks = verify.Options(canary_nats=100)
+        checks_of(engine).canary.nats = 100
         for fault, halves in faults.items():
             weights = {name: tensor.detach().clone() for name, tensor in policy.weights().items()}
             with pytest.MonkeyPatch.context() as patch:
                 fault(engine.vllm_model, weights, patch)
-                engine.load(weights, policy.response_logprobs)
+                load_into(engine, policy, weights)
                 rows = compare_layers(policy, engine, *REQUESTS)
             text = report(rows, "vLLM")
             assert named(rows) == halves, text

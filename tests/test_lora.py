@@ -35,7 +35,7 @@ from tasks.toys import toy_tokenizer
 from train import train_step
 
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
-logprobs = lambda policy: at(policy, 0.7).score(BATCH)["logprobs"]  # noqa: E731
+logprobs = lambda policy: at(policy, 0.7).logprobs(BATCH)  # noqa: E731
 
 
 def adapted(model: torch.nn.Module, **options) -> Policy:
@@ -138,15 +138,15 @@ def test_a_run_starts_from_adapters_of_peft_and_leaves_some_that_peft_and_vllm_l
                    lr=1e-2, group_size=8, num_minibatches=1, temperature=2.0, gradient_checkpointing=True)  # fmt: skip
     trainer = built(good, out, **options)
     policy = at(trainer.policy, 1.0)
-    first = policy.score(ROWS)["logprobs"].detach()
+    first = policy.logprobs(ROWS).detach()
     assert (first - of_peft(model, begun)).abs().max() < ROUNDING
     to_first = [train_step(trainer, step).metrics["kl_ref"] for step in (1, 2, 3)]
     assert to_first[0] == 0 < to_first[2]  # the reference is the policy that PEFT has trained
     trainer.run.save_policy(trainer.run, policy.model, out / "policy")
     save_checkpoint(trainer, 3)
-    last = policy.score(ROWS)["logprobs"].detach()
+    last = policy.logprobs(ROWS).detach()
     assert (last - first).abs().max() > 100 * ROUNDING
-    assert (last - policy_in(out / "policy").score(ROWS)["logprobs"]).abs().max() < ROUNDING
+    assert (last - policy_in(out / "policy").logprobs(ROWS)).abs().max() < ROUNDING
     for load in of_peft, of_vllm:
         assert (last - load(model, *checkpoints(out))).abs().max() < ROUNDING
     tensors(lambda table: table.popitem()[1].add_(1), TENSORS)(begun)

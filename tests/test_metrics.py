@@ -75,8 +75,8 @@ def test_the_ratios_of_backend_and_update_equal_hand_computed_values_and_are_cut
     assert figures["backend_clip_rate"] == pytest.approx(1 / 2)  # weighted as in the loss: a share of rows
     sums = metrics.Sums()
     sums.add(values, zeros, None, mask > 0, mask / 2, 0.0)
-    assert sums.figures(1)["ratio_mean"] == mean
-    assert sums.figures(1)["kl_old_new"] < math.inf
+    assert sums.metrics(1)["ratio_mean"] == mean
+    assert sums.metrics(1)["kl_old_new"] < math.inf
 
 
 def test_the_figures_of_a_correction_equal_hand_computed_values():

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from probe.__main__ import main as probe
 from verify import parity, proof
 from verify.parity import Sampled, check, hypotheses
-from verify.start import prepare_environment
+from vllm_cases import prepare_environment
 
 SMALL = dict(enforce_eager=True, max_model_len=128, block_size=32, kv_cache_memory_bytes=2**26,
              skip_tokenizer_init=True)  # fmt: skip

@@ -8,9 +8,9 @@ import torch
 from helpers import MATRIX_PROMPTS, VERSIONED, WARM, load_into, mismatch, move, policy_of, started
 from torch.nn.functional import linear
 
+import vllm_cases
 from engine_adapter import Engine, ParityFlags, Sampling
-from verify import experts, model_cases
-from verify.errors import EngineStateError, WeightLoadError
+from vllm_cases import EngineStateError, WeightLoadError
 
 pytestmark = pytest.mark.engine
 BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens
@@ -54,10 +54,10 @@ FAULTS = {
     "alias of a convolution": ("FalconH1", {}, break_alias, BUFFERS),
     "tied head not sent": (
         "Llama", dict(tied=True), lambda _, patch, __: patch.setattr(
-            model_cases, "heads_without_a_name", model_cases.tied_heads), PROOF),
+            vllm_cases, "heads_without_a_name", vllm_cases.tied_heads), PROOF),
     "experts packed once": (
         "Qwen3Moe", {}, lambda engine, patch, _: patch.setattr(
-            experts, "packed_again", lambda _: nullcontext()), PROOF),
+            vllm_cases, "packed_again", lambda _: nullcontext()), PROOF),
     "gates fused once": ("Qwen3Moe", {}, fuse_gates, CANARY),
     STALE: ("Qwen2", VERSIONED, lambda engine, *_: setattr(engine, "cache_salt", lambda _: "1"), CANARY),
     "adapter merged twice": ("Qwen3", {}, merge_twice, PROOF),

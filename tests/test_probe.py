@@ -12,9 +12,11 @@ from helpers import (
     DATA,
     SIXTEEN,
     TINY,
+    checks_of,
     config_of,
     drawn_ids,
     exit_status,
+    load_into,
     move,
     policy_in,
     qwen2,
@@ -23,7 +25,6 @@ from helpers import (
     stored,
 )
 
-import verify
 from engine_adapter import ParityFlags
 from extras import live_probe
 from extras.shared.masks import MaskedSampling
@@ -108,11 +109,11 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
             weight[:, 0] = 4.0
     parity = ParityFlags(processed_logprobs="raw" not in faults, uncached_runtime="prefix" not in faults,
                          fp32_head=not faults & {"head", "head on both sides"})  # fmt: skip
-    policy = Policy(model, fp32_head=parity.fp32_head)
+    policy = Policy(model, head_dtype=torch.float32 if parity.fp32_head else dtype)
     place = str(folder / f"{tied} {dtype}")
     model.save_pretrained(place)
     with started(place, policy, parity, max_model_len=192, block_size=32, max_num_seqs=128) as engine:
-        engine.checks = verify.Options(canary_nats=100)
+        checks_of(engine).canary.nats = 100
     generator = torch.Generator().manual_seed(100)
     lengths = torch.randint(1, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
     prompts = [drawn_ids(length, generator) for length in lengths]
@@ -129,10 +130,10 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     if faults & {"stale", "prefix"}:
         move(policy, 0.01, 60)
     with policy.using(earlier[-1] if "stale" in faults else {}):
-        engine.load(policy.weights(), policy.response_logprobs)
+        load_into(engine, policy)
     rollouts = engine.generate(prompts, 1, sampling, seeds)
     of_trainer = dtype if faults & {"head in trainer", "head on both sides"} else torch.float32
-    policy = policy.changed(head=replace(policy.head, dtype=of_trainer))
+    policy = policy.with_(head=replace(policy.head, dtype=of_trainer))
     trainer = "temperature" if "no mask" in faults else "processed"
     stated = {name: value for name, value in vars(sampling).items() if name in NEUTRAL}
     return policy, Trace("planted", rollouts, sampling_of(stated)), earlier, trainer

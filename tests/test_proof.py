@@ -12,8 +12,8 @@ from helpers import (
     started,
 )
 
-from verify.errors import WeightLoadError
 from verify.proof import differing, same_bits, unpacked
+from vllm_cases import WeightLoadError
 
 pytestmark = pytest.mark.engine
 

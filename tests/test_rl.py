@@ -48,7 +48,7 @@ def test_the_head_computes_in_float32_in_chunks_of_any_number_of_rows(rows, dtyp
     agrees = torch.arange(64, device=device) % 2
     targets = torch.randint(500, (64,)).to(device).where(agrees == 0, truth.logits.argmax(dim=-1))
     head = Head(ours[1], None, 1.0, None, chunk_elements=500 * rows, temperature=0.7)
-    scores = head.score(ours[0], targets, measures=(entropies, agreement))
+    scores = head.token_metrics(ours[0], targets, metrics=(entropies, agreement))
     assert torch.equal(scores["agrees"], agrees.float())
     expected = {"logprobs": truth.log_prob(targets), "entropy": truth.entropy(),
                 "varentropy": (truth.probs * (truth.logits + truth.entropy()[:, None]) ** 2).sum(dim=-1)}

@@ -17,7 +17,7 @@ from extras.transformers_engine import engine_for
 from report.clock import Clock
 from report.errors import end_of_process
 from rl import Policy
-from train import Config, find_run, prepare
+from train import Config, complete_run, new_run
 
 
 @pytest.fixture
@@ -54,16 +54,16 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
 
 @pytest.mark.parametrize("waiting", [0, 3])
 def test_a_step_may_take_all_problems_and_no_more(job, waiting):
-    most = len(prepare(job()).task.train) - waiting
-    prepare(job(num_prompts=most, inflight_groups=waiting))
+    most = len(complete_run(job()).task.train) - waiting
+    complete_run(job(num_prompts=most, inflight_groups=waiting))
     with pytest.raises(ValueError, match=f" must be at most {most + waiting} "):
-        prepare(job(num_prompts=most + 1, inflight_groups=waiting))
+        complete_run(job(num_prompts=most + 1, inflight_groups=waiting))
 
 
 def test_a_used_folder_is_refused_before_a_toy_is_taught(tmp_path):
     (tmp_path / "config.json").touch()
     with pytest.raises(ValueError, match="out must be a new folder"):
-        prepare(config_of(out=str(tmp_path), cache_dir=str(tmp_path / "cache")))
+        complete_run(config_of(out=str(tmp_path), cache_dir=str(tmp_path / "cache")))
     assert not (tmp_path / "cache").exists()
 
 
@@ -71,7 +71,7 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
     """test_runner_v2.py has the fault of vLLM's kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     both = dict(min_p=0.02, top_p=0.9)
-    refused, *allowed = (find_run(job(**options)) for options in (
+    refused, *allowed = (new_run(job(**options)) for options in (
         both, both | {"engine": "transformers"}, dict(min_p=0.02, top_k=6), dict(top_k=6, top_p=0.9)))
     with pytest.raises(ValueError, match=r"min_p must be 0 with top_p on a GPU .*, got 0.02 and 0.9; try --top-k"):
         refused.config.extra.sampling_mask.install(refused)
@@ -86,10 +86,10 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
 def test_vllm_must_be_there_where_it_samples_in_a_tested_version_and_for_this_torch(
         job, monkeypatch, version, needed, complaint):
     installed = [SimpleNamespace(version=version, requires=[needed] if needed else None)] if version else []
-    monkeypatch.setattr("verify.start.distributions", lambda name: installed)
+    monkeypatch.setattr("vllm_cases.distributions", lambda name: installed)
     with pytest.raises(ValueError, match=complaint):
-        prepare(job())
-    prepare(job(**{"allow_untested_vllm": True} if version else {"engine": "transformers"}))
+        complete_run(job())
+    complete_run(job(**{"allow_untested_vllm": True} if version else {"engine": "transformers"}))
 
 
 def test_the_peak_of_a_phase_is_that_of_memory_that_was_freed_in_it():
@@ -98,7 +98,7 @@ def test_the_peak_of_a_phase_is_that_of_memory_that_was_freed_in_it():
         bytearray(2**28)
     with clock("sleep"):
         pass
-    assert clock.figures()["update_gib"] > clock.figures()["sleep_gib"] + 0.2
+    assert clock.metrics()["update_gib"] > clock.metrics()["sleep_gib"] + 0.2
 
 
 def test_a_gpus_process_ends_before_python_does_with_its_status(monkeypatch):

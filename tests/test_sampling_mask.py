@@ -27,7 +27,7 @@ def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
 def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, policy.device)
-    policy = at(policy, 1.3).changed(**policy_options(MaskedSampling(1.3, 12, **mask)))
+    policy = at(policy, 1.3).with_(**policy_options(MaskedSampling(1.3, 12, **mask)))
     values = policy.token_metrics(batch)
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return of_mismatch(values["logprobs"], batch.behavior_logprobs, batch.mask), means
@@ -88,7 +88,7 @@ def test_without_the_kept_sets_a_mask_is_a_mismatch(engine_folder, policy):
 
 def test_the_reference_engine_samples_under_the_same_masks(policy):
     engine = TransformersEngine(policy)
-    engine.load(policy.weights(), policy.response_logprobs)
+    engine.load(policy.weights())
     check_masks(policy, engine)
 
 

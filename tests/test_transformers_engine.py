@@ -15,7 +15,7 @@ from rl import Policy
 
 def ready(policy: Policy, **options) -> TransformersEngine:
     engine = TransformersEngine(policy, **options)
-    engine.load(policy.weights(), policy.response_logprobs)
+    engine.load(policy.weights())
     return engine
 
 

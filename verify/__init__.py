@@ -1,25 +1,25 @@
-"""What is checked of an engine, and when: as it starts, in force, around a load, after a load.
+"""What is checked of both sides, and when: as the engine starts, and after each load.
 
-An `engine` is an engine_adapter.Engine, but nothing here imports the engine's file. proof.py can
-also stand alone, beside another trainer. The comparison of both sides with the stated distribution
-is in distribution.py.
+Both sides are known here by their classes, and neither imports this folder. proof.py and parity.py
+can also stand alone, beside another trainer.
 """
 
 import re
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine_adapter import Engine, Sampling
 from report.errors import MANY, SMALLEST, within
-from verify import batch, buffers, canary, experts, model_cases  # noqa: F401
-from verify.errors import WeightLoadError
+from rl import Policy, make_batch
+from tasks import Problem
+from verify import batch, distribution  # noqa: F401
+from verify.buffers import Buffers
+from verify.canary import Canary
 from verify.proof import differing
-from verify.settings import audit  # noqa: F401  # a check like the others
-from verify.start import check_machine, reason, start_errors  # noqa: F401
+from verify.settings import audit
+from vllm_cases import WeightLoadError, tied_heads
 
 
 @dataclass(frozen=True)
@@ -38,84 +38,54 @@ class Options:
         within(self, SMALLEST, 100, "canary_nats")
 
 
-USUAL = Options()
+class Checks:
+    """The checks of one engine. After each load come `prove` and `run_canary`.
 
-
-@dataclass
-class Checked:
-    """What the checks of one engine remember."""
-
-    constants: dict[str, Tensor]  # copies of its buffers, which no load may change
-    canary_limits: dict[int, float] = field(default_factory=dict)  # measured, by a prompt's length
-    loads: int = 0
-    limit: float = canary.NATS  # the largest of its canaries, in nats
-
-
-def at_start(engine: Any) -> Checked:
-    """Of vLLM's model with random weights. Raises: ValueError if vLLM cannot compute it rightly."""
-    model_cases.refuse_or_repair(engine.vllm_model, engine.dtype, engine.tensor_names)
-    canary.sample(engine)  # a model that vLLM cannot compute fails here
-    first = {name: tensor.clone() for name, tensor in buffers.buffers(engine).items()}
-    return Checked(first)
-
-
-def check_names(engine: Any, weights: Mapping[str, Tensor]) -> None:
-    """Raises: WeightLoadError for other names than at the start."""
-    others = weights.keys() ^ engine.tensor_names
-    if others:
-        raise WeightLoadError("weights must be those that the engine was started for, missing"
-                              f" or unknown are {', '.join(sorted(others))}")
-
-
-@contextmanager
-def loading(engine: Any) -> Iterator[set[str]]:
-    """Around the transfer of the tensors: the names that vLLM has for them.
-
-    Raises: WeightLoadError if vLLM refuses one.
+    Raises: AuditError if a setting is not in force in the live engine.
     """
-    packing = nullcontext() if engine.on_gpu else experts.packed_again(engine)
-    try:
-        with packing:
-            yield engine.tensor_names - model_cases.heads_without_a_name(engine)
-    except Exception as error:
-        raise WeightLoadError("vLLM refused the weights, build a new engine:"
-                              f" {reason(error)}") from error
 
+    def __init__(self, engine: Engine, options: Options | None = None):
+        self.engine, self.options = engine, options or Options()
+        engine.settings |= audit(engine)
+        self.buffers = Buffers(engine)
+        self.canary = Canary(engine, self.options.canary_nats)
+        self.proofs = 0
 
-def after_load(
-    engine: Any, weights: Mapping[str, Tensor], trainer_logprobs: canary.TrainerLogprobs
-) -> dict[str, float]:
-    """The proof, the buffers, the canary; returns the seconds of the first and of the others.
+    def prove(self, weights: Mapping[str, Tensor]) -> None:
+        """Compare the tensors that the engine holds with those that were sent, bit for bit, and its
+        buffers with those at its start.
 
-    Raises: WeightLoadError if the engine holds other values than were sent, if a buffer has
-    changed, or if the canary fails.
-    """
-    began = time.perf_counter()
-    prove(engine, weights)
-    proven = time.perf_counter()
-    buffers.check(engine)
-    canary.check(engine, trainer_logprobs)
-    beyond = model_cases.scaled_length(engine, canary.longest(engine))
-    if beyond and engine.weight_version == 1:
-        canary.check(engine, trainer_logprobs, beyond)
-    return {"proof_s": proven - began, "canary_s": time.perf_counter() - proven}
+        The first two loads compare all of the weights, later loads a part, so that each tensor is
+        compared again within `verify_loads` loads. Raises: WeightLoadError that names those that
+        differ.
+        """
+        every = self.options.verify_loads if self.proofs >= 2 else 1
+        part = slice(self.proofs % every, None, every)  # of vLLM's modules
+        self.proofs += 1
+        report = differing(self.engine.llm, weights, part)
+        if report.differing:
+            raise WeightLoadError("the engine holds other values than were sent in"
+                                  f" {', '.join(report.differing)}")
+        if self.proofs == 1:  # of all modules
+            left = {re.sub(r"\.experts\..*", ".experts", name)
+                    for name in (*report.not_compared, *report.not_given)}
+            self.engine.settings["not_proven"] = sorted(left - tied_heads(self.engine))
+        self.buffers.check()
+        self.engine.passed("proof")
 
+    def run_canary(self, policy: Policy) -> None:
+        """Sample a few tokens, whose log-probabilities the trainer computes too.
 
-def prove(engine: Any, weights: Mapping[str, Tensor]) -> None:
-    """Compare the tensors that the engine holds with those that were sent, bit for bit.
+        Raises: WeightLoadError if the two differ; ValueError if the trainer's head is at fault.
+        """
+        self.canary.check(policy)
+        self.engine.passed("canary")
 
-    The first two loads compare all of them, later loads a part, so that each tensor is compared
-    again within `verify_loads` loads. Raises: WeightLoadError that names those that differ.
-    """
-    checked = engine.checked
-    every = engine.checks.verify_loads if checked.loads >= 2 else 1
-    part = slice(checked.loads % every, None, every)  # of vLLM's modules
-    checked.loads += 1
-    report = differing(engine.llm, weights, part)
-    if report.differing:
-        raise WeightLoadError("the engine holds other values than were sent in"
-                              f" {', '.join(report.differing)}")
-    if checked.loads == 1:  # of all modules
-        left = {re.sub(r"\.experts\..*", ".experts", name)
-                for name in (*report.not_compared, *report.not_given)}
-        engine.settings["not_proven"] = sorted(left - model_cases.tied_heads(engine))
+    def compare_with_stated(
+        self, policy: Policy, problems: list[Problem], sampling: Sampling,
+        not_stated: Collection[str],
+    ) -> None:
+        """Before the first step. Raises: AuditError, as `distribution.check`."""
+        prompts = [problem.prompt_ids for problem in problems]
+        sampled = distribution.sampled(self.engine, prompts, sampling)
+        distribution.check(policy, self.engine, make_batch(sampled, policy.device), not_stated)

@@ -1,15 +1,14 @@
 """Tensors of vLLM's model that no load may change: rotary tables, scales."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from verify.errors import WeightLoadError
+from engine_adapter import Engine
 from verify.proof import renaming
+from vllm_cases import WeightLoadError
 
 
-def buffers(engine: Any) -> dict[str, Tensor]:
+def buffers(engine: Engine) -> dict[str, Tensor]:
     """By name. A buffer that shares its memory with a weight is not included."""
     model = engine.vllm_model
     loaded = set(map(renaming(model), engine.tensor_names))
@@ -21,12 +20,21 @@ def buffers(engine: Any) -> dict[str, Tensor]:
             if tensor.untyped_storage().data_ptr() not in memory}
 
 
-def check(engine: Any) -> None:
-    """Raises: WeightLoadError that names those which differ from the first ones."""
-    now, first = buffers(engine), engine.checked.constants
-    # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
-    changed = now.keys() ^ first.keys()
-    changed |= {name for name in now.keys() - changed if not torch.equal(now[name], first[name])}
-    if changed:
-        raise WeightLoadError(f"after load {engine.weight_version} buffers of the engine differ"
-                              f" from those at its start: {', '.join(sorted(changed))}")
+class Buffers:
+    """Copies of the first ones, before any load."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.first = {name: tensor.clone() for name, tensor in buffers(engine).items()}
+
+    def check(self) -> None:
+        """Raises: WeightLoadError that names those which differ from the first ones."""
+        now, first = buffers(self.engine), self.first
+        # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
+        changed = now.keys() ^ first.keys()
+        changed |= {name for name in now.keys() - changed
+                    if not torch.equal(now[name], first[name])}
+        if changed:
+            raise WeightLoadError(f"after load {self.engine.weight_version} buffers of the engine"
+                                  " differ from those at its start:"
+                                  f" {', '.join(sorted(changed))}")

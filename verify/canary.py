@@ -5,33 +5,41 @@ The proof compares weights bit for bit. The canary is for the rest: KV cache, wi
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verify import experts
+from engine_adapter import (
+    CANARY_NEW_TOKENS,
+    CANARY_PROMPT_TOKENS,
+    CANARY_PROMPTS,
+    SETTINGS,
+    Engine,
+    Rollout,
+)
+from rl import Policy
 from verify.decode import disagreement
-from verify.errors import AuditError, WeightLoadError
 from verify.head import checked_body
-from verify.own_noise import UNMEASURED, measure
+from verify.own_noise import UNMEASURED, Compared, measure
+from verify.settings import AuditError
+from vllm_cases import WeightLoadError, expert_layers
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 5, 3
 # Largest mean |trainer - engine| in fp32, in nats: the two agree to 1e-5. In 16 bits the limit is
 # measured (own_noise.py).
 NATS = 1e-4
 # Of the canary's limit, for the rows of a step. In 22 right jobs their mean is at most 0.006 times
 # the limit in fp32, and in 16 bits 1.6 times (at five times the usual learning rate).
 TIMES_IN_A_STEP = 10
-TrainerLogprobs = Callable[..., list[list[float]]]  # Policy.response_logprobs
 
 
-def longest(engine: Any) -> int:
+def longest(engine: Engine) -> int:
     """Tokens that a prompt can have."""
-    return engine.llm.vllm_config.model_config.max_model_len - NEW_TOKENS
+    return engine.llm.vllm_config.model_config.max_model_len - CANARY_NEW_TOKENS
 
 
-def length(engine: Any) -> int:
+def length(engine: Engine) -> int:
     """Tokens of a prompt: past a block of the KV cache and past a sliding window.
 
     It is never longer than the run's rows. With V1's own prefix cache it stays below a block,
@@ -39,100 +47,136 @@ def length(engine: Any) -> int:
     are the fault under study.
     """
     if engine.wanted["enable_prefix_caching"] and not engine.parity.uncached_runtime:
-        return PROMPT_TOKENS
+        return CANARY_PROMPT_TOKENS
     config = engine.llm.vllm_config
     spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0
-    return max([PROMPT_TOKENS, *(span + 1 for span in spans if span < longest(engine))])
+    return max([CANARY_PROMPT_TOKENS, *(span + 1 for span in spans if span < longest(engine))])
 
 
 def sample(
-    engine: Any, of_length: int = 0, prompt_seed: int = 0, max_new_tokens: int = NEW_TOKENS
-) -> list[Any]:
+    engine: Engine, of_length: int = 0, prompt_seed: int = 0,
+    max_new_tokens: int = CANARY_NEW_TOKENS,
+) -> list[Rollout]:
     """A few tokens of decode, at temperature 1, where raw and processed values agree.
 
     After one prompt of the length, or after the canary's own prompts.
     """
-    shape = (1, of_length) if of_length else (PROMPTS, length(engine))
+    shape = (1, of_length) if of_length else (CANARY_PROMPTS, length(engine))
     generator = torch.Generator().manual_seed(prompt_seed)
     prompts = torch.randint(engine.vocab_size, shape, generator=generator).tolist()
     room = engine.llm.vllm_config.model_config.max_model_len - shape[1]
     return engine.sample_beside(prompts, min(max_new_tokens, room))
 
 
-class Sides(NamedTuple):
-    """Log-probabilities of the canary's tokens, (B, T)."""
-
-    of_trainer: Callable[..., Tensor]  # the trainer's, by another body or head
-    trainer: Tensor
-    engine: Tensor
-
-
-def both_sides(engine: Any, trainer_logprobs: TrainerLogprobs, *request: int) -> Sides:
-    """Of `sample(engine, *request)`."""
+def compared(engine: Engine, policy: Policy, *request: int) -> Compared:
+    """Both sides' values for `sample(engine, *request)`."""
     rollouts = sample(engine, *request)
 
     def of_trainer(**changes: Any) -> Tensor:
-        return torch.tensor(trainer_logprobs(rollouts, **changes))
+        return torch.tensor(policy.response_logprobs(rollouts, **changes))
 
     reported = torch.tensor([rollout.logprobs for rollout in rollouts])
-    return Sides(of_trainer, of_trainer(), reported)
+    return Compared(of_trainer, of_trainer(), reported)
 
 
-def check(engine: Any, trainer_logprobs: TrainerLogprobs, of_length: int = 0) -> None:
-    """Raises: WeightLoadError if both sides differ by more than the limit; ValueError if the
-    trainer's head is at fault.
+def average_and_attempts(engine: Engine) -> tuple[Callable[[Tensor], Tensor], int]:
+    """The average of |trainer - engine|, and the number of attempts with other prompts.
 
-    In 16 bits the first load measures the limit, and a load that exceeds it measures another
-    one, because rounding grows with the logits.
+    In a mixture rounding can send a token to another expert, and one such token can differ by
+    several nats. In 16 bits there are a few, which the median bears; in fp32 other prompts rarely
+    have such a tie.
     """
-    average, attempts = experts.canary(engine)
-    ties = UNMEASURED * (attempts > 1)  # of a mixture, in fp32 too: they widen the mean of a step
-    limit = engine.checks.canary_nats
-    if engine.dtype == torch.float32:
-        limit = limit or NATS
-    limits, is_measured = engine.checked.canary_limits, limit is None
-    if is_measured:  # then `measure` has other prompts
-        limit, attempts = limits.get(of_length, 0.0), 1
-    for prompt_seed in range(attempts):
-        sides = both_sides(engine, trainer_logprobs, of_length, prompt_seed)
-        difference = average((sides.trainer - sides.engine).abs()).item()
+    is_mixture = bool(expert_layers(engine))
+    median = is_mixture and engine.dtype != torch.float32
+    return Tensor.median if median else Tensor.mean, 1 + is_mixture
+
+
+def scaled_length(engine: Engine, longest: int) -> int:
+    """Length of a prompt that passes the model's original context; 0 if `longest` tokens do not.
+
+    Beyond this context rotary angles or scores are scaled. The prompt leaves room for a response.
+    """
+    config = engine.llm.vllm_config.model_config.hf_text_config
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Gemma has a dictionary of them.
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    originals = [one.get("original_max_position_embeddings") for one in ropes]
+    passed = [original for original in originals if original and longest > original]
+    return max(max(passed) + 1, longest - 6) if passed else 0
+
+
+class Canary:
+    """The canary of one engine, and the limits that it has measured.
+
+    `nats`: the limit that the user gives; else it is NATS in fp32, and measured in 16 bits.
+    """
+
+    def __init__(self, engine: Engine, nats: float | None = None):
+        self.engine = engine
+        self.nats = nats or (NATS if engine.dtype == torch.float32 else None)
+        if any(setting.moves_canary and setting.flag in engine.parity.off()
+               for setting in SETTINGS):
+            self.nats = inf
+        self.measured: dict[int, float] = {}  # limits in nats, by a prompt's length
+        self.limit = NATS  # the largest of all its limits: of a step's rows
+
+    def check(self, policy: Policy) -> None:
+        """Raises: WeightLoadError if both sides differ by more than the limit; ValueError if the
+        trainer's head is at fault.
+        """
+        self._compare(policy)
+        beyond = scaled_length(self.engine, longest(self.engine))
+        if beyond and self.engine.weight_version == 1:
+            self._compare(policy, beyond)
+
+    def _compare(self, policy: Policy, of_length: int = 0) -> None:
+        """In 16 bits the first load measures the limit, and a load that exceeds it measures another
+        one, because rounding grows with the logits.
+        """
+        engine, limit = self.engine, self.nats
+        average, attempts = average_and_attempts(engine)
+        ties = UNMEASURED * (attempts > 1)  # of a mixture, in fp32 too: they widen a step's mean
+        if self.nats is None:  # then `measure` has other prompts
+            limit, attempts = self.measured.get(of_length, 0.0), 1
+        for prompt_seed in range(attempts):
+            both = compared(engine, policy, of_length, prompt_seed)
+            difference = average((both.trainer - both.engine).abs()).item()
+            if difference <= limit:
+                break
+        if not difference <= limit and self.nats is None:
+            another = partial(compared, engine, policy, of_length)
+            difference, limit = measure(engine, both, another, average)
+            limit = max(NATS, limit)
+            self.measured.setdefault(of_length, limit)
+        self.limit = max(self.limit, limit, ties)
+        first = engine.weight_version == 1
+        if first:
+            where = f"canary after {of_length} tokens" if of_length else "canary"
+            engine.settings[where] = f"{difference:.1e} nats (limit {limit:.1e})"
         if difference <= limit:
-            break
-    if not difference <= limit and is_measured:
-        another = partial(both_sides, engine, trainer_logprobs, of_length)
-        difference, limit = measure(engine, sides, another, average)
-        limit = max(NATS, limit)
-        limits.setdefault(of_length, limit)
-    engine.checked.limit = max(engine.checked.limit, limit, ties)
-    first = engine.weight_version == 1
-    if first:
-        where = f"canary after {of_length} tokens" if of_length else "canary"
-        engine.settings[where] = f"{difference:.1e} nats (limit {limit:.1e})"
-    if difference <= limit:
-        return
-    fault = "the engine does not hold the trainer's weights"
-    if first:  # or one of the two sides computes this model wrongly
-        sides.of_trainer(body=checked_body)
-        beyond = f" after {of_length} tokens, beyond its original context" if of_length else ""
-        fault += f", or vLLM computes {engine.config.model_type} differently{beyond}"
-        fault = disagreement(*sides, average, limit) or fault
-    raise WeightLoadError(
-        f"after load {engine.weight_version} {fault}: the canary's {average.__name__}"
-        f" |trainer - engine| is {difference:.2e} nats, more than {limit:.1e}")
+            return
+        fault = "the engine does not hold the trainer's weights"
+        if first:  # or one of the two sides computes this model wrongly
+            both.of_trainer(body=checked_body)
+            beyond = f" after {of_length} tokens, beyond its original context" if of_length else ""
+            fault += f", or vLLM computes {engine.config.model_type} differently{beyond}"
+            fault = disagreement(*both, average, limit) or fault
+        raise WeightLoadError(
+            f"after load {engine.weight_version} {fault}: the canary's {average.__name__}"
+            f" |trainer - engine| is {difference:.2e} nats, more than {limit:.1e}")
 
+    def check_step(self, metrics: dict[str, Any]) -> None:
+        """The mismatch of a step's rows that are not stale: a source, a metric's function or a
+        later change of the trainer can spoil what the canary, which has prompts of its own, has
+        found right.
 
-def check_step(engine: Any, figures: dict[str, Any]) -> None:
-    """The mismatch of a step's rows that are not stale: a source, an observer or a later change of
-    the trainer can spoil what the canary, which has prompts of its own, has found right.
-
-    Raises: AuditError if it is far beyond the canary's limit.
-    """
-    difference = figures.get("current_mismatch_abs_mean", 0.0)
-    limit = TIMES_IN_A_STEP * engine.checked.limit
-    if difference > limit:
-        raise AuditError(
-            f"the mismatch is {difference:.2e} nats, more than {TIMES_IN_A_STEP} times the canary's"
-            f" limit of {engine.checked.limit:.1e}, and no fix is off: the trainer scores other"
-            " tokens than the engine sampled (a changed prompt, say), or with other weights; an"
-            " option that means it adds to run.not_stated; for vLLM's noise alone, try a larger"
-            " --canary-nats")
+        Raises: AuditError if it is far beyond the canary's limit.
+        """
+        difference = metrics.get("current_mismatch_abs_mean", 0.0)
+        if difference > TIMES_IN_A_STEP * self.limit:
+            raise AuditError(
+                f"the mismatch is {difference:.2e} nats, more than {TIMES_IN_A_STEP} times the"
+                f" canary's limit of {self.limit:.1e}, and no fix is off: the trainer scores other"
+                " tokens than the engine sampled (a changed prompt, say), or with other weights; an"
+                " option that means it adds to run.not_stated; for vLLM's noise alone, try a larger"
+                " --canary-nats")

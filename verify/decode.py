@@ -1,14 +1,15 @@
-"""A third opinion for a failed canary: transformers' own decode. It imports nothing of ours."""
+"""A third opinion for a failed canary: transformers' own decode, without our code."""
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl import Batch, Policy
 
-def decoded_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
+
+def decoded_body(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
     """As `rl.row_by_row`, with transformers' cache: the prompts in one pass, then token by token.
 
     The prompts have one length. A failed canary compares the two before it blames vLLM.

@@ -5,28 +5,33 @@ temperature the mismatch is 0 and shows nothing.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from verify import canary
-from verify.errors import AuditError
+from engine_adapter import CANARY_NEW_TOKENS, CANARY_PROMPTS, Engine, Rollout, Sampling
+from rl import Batch, Policy
+from verify.canary import NATS
 from verify.head import checked_logits
 from verify.own_noise import UNMEASURED, attempted
 from verify.parity import NEUTRAL, SIXTEEN, drawn_from, twice_as_precise
+from verify.settings import AuditError
 
 
-def sampled(engine: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
+def sampled(
+    engine: Engine, prompts: list[list[int]], sampling: Sampling
+) -> list[Rollout]:
     """A few responses to the first of the prompts: too short to fill a block of V1's prefix cache.
     """
     length = min(32, engine.settings["block_size"]) - 1
-    beginnings = [prompt[:length] for prompt in prompts[: canary.PROMPTS]]
-    return engine.sample_beside(beginnings, canary.NEW_TOKENS, sampling)
+    beginnings = [prompt[:length] for prompt in prompts[: CANARY_PROMPTS]]
+    return engine.sample_beside(beginnings, CANARY_NEW_TOKENS, sampling)
 
 
 @torch.no_grad()
-def check(policy: Any, engine: Any, batch: Any, not_stated: Collection[str] = ()) -> None:
+def check(
+    policy: Policy, engine: Engine, batch: Batch, not_stated: Collection[str] = ()
+) -> None:
     """Compare trainer and engine with the softmax of `sampled` rollouts in a batch.
 
     Their Sampling states what is before the softmax. transformers' own head gives the logits. A
@@ -49,7 +54,7 @@ def check(policy: Any, engine: Any, batch: Any, not_stated: Collection[str] = ()
             return logprobs(policy.model(input_ids=batch.inputs, use_cache=False).logits)
 
     with policy.using(policy.send.engine_parameters()):
-        scored = policy.score(batch)["logprobs"]  # (B, T)
+        scored = policy.logprobs(batch)  # (B, T)
         precise = rounded = logprobs(checked_logits(policy, batch.inputs))
         if policy.model.dtype in SIXTEEN:
             precise = attempted(in_float32)
@@ -59,7 +64,7 @@ def check(policy: Any, engine: Any, batch: Any, not_stated: Collection[str] = ()
     else:
         # Medians, because in 16 bits single tokens can differ more. A right side's, of 12 tokens,
         # is up to 8 times the noise (in 2,000 trials).
-        limit = max(canary.NATS, 8 * (rounded - precise).abs().median().item())
+        limit = max(NATS, 8 * (rounded - precise).abs().median().item())
     parity = engine.parity
     for side, of_side, is_fixed in (
             ("trainer", scored, parity.sampling_mask and "trainer" not in not_stated),

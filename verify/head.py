@@ -1,16 +1,14 @@
 """Whether the trainer's head gives the logits of transformers' own, which no code of ours computes.
-
-It imports nothing of ours. A `policy` is an rl.Policy.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl import Batch, Policy
+
 
 @torch.no_grad()
-def checked_logits(policy: Any, inputs: Tensor) -> Tensor:
+def checked_logits(policy: Policy, inputs: Tensor) -> Tensor:
     """transformers' logits of token ids: (B, T) -> (B, T, V), compared with the trainer's.
 
     Raises: ValueError if they disagree: the architecture does more after the head than soft-capping
@@ -30,13 +28,13 @@ def checked_logits(policy: Any, inputs: Tensor) -> Tensor:
     return theirs
 
 
-def check_head(policy: Any) -> None:
+def check_head(policy: Policy) -> None:
     """For a policy without an engine. Raises: ValueError, as `checked_logits`."""
     ids = torch.arange(8, device=policy.device)[None] % len(policy.head.weight)
     checked_logits(policy, ids)
 
 
-def checked_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
+def checked_body(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
     """As `rl.row_by_row`, for a failed canary: it is not vLLM's fault if the head is wrong."""
     checked_logits(policy, batch.inputs)
     return policy.hidden(batch.inputs)[response]

@@ -5,11 +5,13 @@ The noise is the distance of the trainer's values from those in twice its precis
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine_adapter import Engine
+from rl import Batch, Policy
 from verify.parity import twice_as_precise
 
 # Measured with 60 classes on 72 tokens: right engines differ from the trainer by 0.5 to 1.7 times
@@ -19,6 +21,14 @@ TIMES, TIMES_LATER = 2.0, 4.0  # of the noise: at the first load, which finds wr
 TOKENS, MOST_TOKENS = 72, 288  # to compare at the first load; before a load is refused
 RESPONSE = 9  # new tokens of a further canary; a long prompt costs more than they do
 UNMEASURED = 0.15  # nats, more than bf16 rounds
+
+
+class Compared(NamedTuple):
+    """Log-probabilities of the canary's tokens, (B, T)."""
+
+    of_trainer: Callable[..., Tensor]  # the trainer's, by another body or head
+    trainer: Tensor
+    engine: Tensor
 
 
 def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
@@ -31,34 +41,34 @@ def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
         return None
 
 
-def precise_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
+def precise_body(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
     """As `rl.row_by_row`, in twice the precision."""
     with twice_as_precise(policy.model):
         return policy.hidden(batch.inputs)[response]
 
 
 def measure(
-    engine: Any, sides: Any, another: Callable[[int, int], Any],
+    engine: Engine, both: Compared, another: Callable[[int, int], Compared],
     average: Callable[[Tensor], Tensor],
 ) -> tuple[float, float]:
     """The average |trainer - engine| and its limit, in nats.
 
-    `sides` is a canary.Sides; `another` samples a further one, with other prompts and so many new
-    tokens: at the first load, and at each load whose difference exceeds the limit, because figures
-    of few tokens vary. If the engine's head has 16 bits, its rounding is noise too.
+    `another` samples and compares further ones, with other prompts and so many new tokens: at the
+    first load, and at each load whose difference exceeds the limit, because figures of few tokens
+    vary. If the engine's head has 16 bits, its rounding is noise too.
     """
     first = engine.weight_version == 1
     head_dtype = getattr(torch, engine.settings["head_dtype"])
     differences, noises = [], []
     while True:
-        differences.append((sides.trainer - sides.engine).abs().flatten())
+        differences.append((both.trainer - both.engine).abs().flatten())
         difference = average(torch.cat(differences)).item()
-        precise = attempted(partial(sides.of_trainer, body=precise_body, head_dtype=head_dtype))
+        precise = attempted(partial(both.of_trainer, body=precise_body, head_dtype=head_dtype))
         if precise is None:
             return difference, UNMEASURED
-        noises.append((sides.trainer - precise).abs().flatten())
+        noises.append((both.trainer - precise).abs().flatten())
         limit = (TIMES if first else TIMES_LATER) * average(torch.cat(noises)).item()
         enough = first * TOKENS if difference <= limit else MOST_TOKENS
         if sum(map(len, noises)) >= enough:
             return difference, limit
-        sides = another(len(noises), RESPONSE)
+        both = another(len(noises), RESPONSE)

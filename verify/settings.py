@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from verify.errors import AuditError
+from engine_adapter import Engine
+from rl import Policy
 from verify.parity import head_dtype, name_of
 
 READERS = {
@@ -31,7 +32,11 @@ ECHOED = ["max_logprobs", "generation_config"]
 NOT_READ = {"enforce_eager", "mode", "cudagraph_capture_sizes"}
 
 
-def audit(engine: Any) -> dict[str, Any]:
+class AuditError(RuntimeError):
+    """A requested setting is not in force, or a side's distribution is not the stated one."""
+
+
+def audit(engine: Engine) -> dict[str, Any]:
     """What is in force, read from the live engine's objects and arithmetic.
 
     Raises: AuditError that names each setting that is not as wanted, and each that has no reader.
@@ -64,12 +69,12 @@ def audit(engine: Any) -> dict[str, Any]:
                f" {torch.cpu._is_amx_tile_supported()}",
         "block_size": config.cache_config.block_size,
         "max_model_len": model.max_model_len,
-        "echoed": ECHOED,
+        "echoed": [*ECHOED, *engine.settings],  # an engine's own say, too
         "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
     }
 
 
-def of_trainer(policy: Any) -> dict[str, str | float]:
+def of_trainer(policy: Policy) -> dict[str, str | float]:
     """What is in force on the trainer's side."""
     return {
         "attention": policy.model.config._attn_implementation,

@@ -235,14 +235,16 @@ def row_ratio(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> 
     return mismatch.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().expand_as(mask)
 
 
-def truncated(ratio: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling: sg(min(ratio, cap)), not renormalised."""
-    return ratio.detach().clamp(max=cap)
+def truncated(ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling: sg(min(ratio, cap)), not renormalised, 0 outside the mask."""
+    return ratio.detach().clamp(max=cap) * mask
 
 
-# (old_logprobs, behavior_logprobs, mask, cap) -> weights (B, T), positive
+# (old_logprobs, behavior_logprobs, mask, cap) -> weights (B, T), 0 outside the mask, else positive.
 CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
-    "off": lambda old, behavior, mask, cap: torch.ones_like(mask),
-    "token": lambda old, behavior, mask, cap: truncated(token_ratio(old, behavior, mask), cap),
-    "sequence": lambda old, behavior, mask, cap: truncated(row_ratio(old, behavior, mask), cap),
+    "off": lambda old, behavior, mask, cap: mask,
+    "token": lambda old, behavior, mask, cap: truncated(
+        token_ratio(old, behavior, mask), mask, cap),
+    "sequence": lambda old, behavior, mask, cap: truncated(
+        row_ratio(old, behavior, mask), mask, cap),
 }

@@ -47,7 +47,7 @@ class Batch:
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
     # The next four are set by train.with_loss_terms.
     denominator: Tensor | None = None  # log-probabilities of the ratio's denominator
-    correction: Tensor | None = None  # importance weight of each token, positive
+    correction: Tensor | None = None  # importance weight of each token
     learns: Tensor | None = None  # bool: the tokens that have a policy gradient
     token_weights: Tensor | None = None  # `loss_weights` of the minibatch
 

@@ -156,7 +156,7 @@ def of_correction(weights: Tensor, learns: Tensor, mask: Tensor, cap: float) -> 
     """Shares of the response tokens whose weight is the cap, and that are rejected; ESS of the
     weights, 0 on rejected tokens.
 
-    Shapes: weights (B, T), positive; learns (B, T), bool, of the mask what is not rejected.
+    Shapes: weights (B, T), 0 outside the mask; learns (B, T), bool: not rejected.
     """
     tokens, weights = mask.sum().clamp(min=1), weights * learns
     return {

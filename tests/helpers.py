@@ -49,6 +49,7 @@ import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.shared.masks import collect_kept_sets
+from extras.transformers_engine import NothingToCompare
 from model_folder import load
 from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
@@ -189,8 +190,8 @@ def load_into(engine: Engine, policy: Policy, weights: dict | None = None, is_ne
 
 
 def checks_of(engine: Engine) -> verify.Checks:
-    """The checks of an engine of `started`."""
-    return checks[engine]
+    """Those of an engine of `started`, or of a `TransformersEngine`."""
+    return checks.get(engine) or NothingToCompare(engine, verify.Options())
 
 
 @contextmanager

@@ -75,14 +75,14 @@ def objective(surrogate, **changes):
 
 FAULTS = {
     "prompts": (longer_prompts, AuditError, "the mismatch is .* nats, more than 10 times the canary's limit"),
-    "order": (lambda trainer: setattr(trainer.source, "answer", lambda *given: Source.answer(
-        trainer.source, *given)[::-1]), ValueError, "of a source must begin with its problem's prompt"),
+    "order": (lambda trainer: setattr(trainer.source, "answer", lambda *given, **how: Source.answer(
+        trainer.source, *given, **how)[::-1]), ValueError, "of a source must begin with its problem's prompt"),
     "a gradient": (lambda trainer: trainer.policy.model.get_output_embeddings().weight.sum().backward(), ValueError,
                    "must leave no gradient"),
-    "a source": (lambda trainer: setattr(trainer.source, "answer", lambda *given: {}["mine"]), ValueError,
+    "a source": (lambda trainer: setattr(trainer.source, "answer", lambda *given, **how: {}["mine"]), ValueError,
                  "sampling by Source failed: KeyError: 'mine'"),
-    "advantages": (objective(grpo, advantages=lambda scores, size, batch: scores), ValueError,
-                   "the advantage function of grpo failed: .*finite floating numbers"),
+    "advantages": (lambda trainer: setattr(trainer.run, "advantages", lambda scores, size, batch: scores), ValueError,
+                   "the advantage function failed: .*finite floating numbers"),
     "surrogate": (objective(lambda *given: grpo(*given)._replace(loss=torch.ones(()))), ValueError,
                   "a surrogate must return"),
     "filter": (lambda trainer: setattr(trainer.run, "token_filter", lambda batch: (
@@ -140,6 +140,6 @@ def test_a_source_an_observer_and_an_evaluation_may_not_replace_a_figure(good, t
 def test_answers_of_an_evaluation_belong_to_its_problems(good, tmp_path):
     trainer = built(good, tmp_path, eval_problems=2)
     answer = trainer.source.answer
-    trainer.source.answer = lambda *given: answer(*given)[::-1]
+    trainer.source.answer = lambda *given, **how: answer(*given, **how)[::-1]
     with pytest.raises(ValueError, match="of a source must begin with its problem's prompt"):
         evaluate(trainer, 0)

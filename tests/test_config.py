@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 import tyro
 from helpers import config_of
 
@@ -32,7 +33,7 @@ def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_
     assert changed("uncached_runtime") == changed("uncached_runtime", "prefix-cache", "async-scheduling") == {}
     assert changed("uncached_runtime", "prefix-cache") == {"async_scheduling": False}
     assert changed("uncached_runtime", "async-scheduling") == {"enable_prefix_caching": False}
-    assert changed("fp32_head", "both-heads") == {"fp32_head": False}
+    assert changed("fp32_head", "both-heads") == {"head_dtype": torch.float32}
     assert changed("inflight_keep", "recompute") == {"recomputes": True}
     assert changed("inflight_keep", "recompute", inflight_groups=0) == {}  # a notice names the idle switch
 

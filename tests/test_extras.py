@@ -121,9 +121,11 @@ def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
     silent = SimpleNamespace(extra=SimpleNamespace(mine=SimpleNamespace(install=lambda run: run)))
     with pytest.raises(TypeError, match=r"install of extras\.mine must return nothing"):
         extras.call("install", silent, "a run")
-    run = Run(config_of(), "", None, None, set(), {}, [])
-    run.source, run.policy["measures"] = "one option's", ()
+    run = Run(config_of(), "", None, None, None, set(), {}, [])
+    run.source, run.policy["metrics"] = "one option's", ()
+    for _ in range(2):  # as two options that each wrap it
+        run.advantages = lambda *values, inner=run.advantages: inner(*values)
     run.policy |= {"temperature": 1.0}
-    for name, said in ("sources", "sources is no part of a run"), ("source", "two options"), ("writers", "two options"):
+    for name, said in ("sources", "sources is no part of a run"), ("source", "two options"), ("policy", "two options"):
         with pytest.raises(ValueError, match=said):
             setattr(run, name, [])

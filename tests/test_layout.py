@@ -8,19 +8,19 @@ from helpers import ROOT, python
 
 # What a file or a folder may import of ours at its top.
 MAY_IMPORT = {
-    "grpo": "verify", "objectives": "", "report": "objectives", "model_folder": "report", "verify": "report",
-    "tasks": "model_folder report", "engine_adapter": "model_folder report tasks verify",
-    "rl": "engine_adapter objectives",
-    "train": "engine_adapter extras model_folder objectives report rl tasks verify",
-    "extras": "engine_adapter model_folder objectives report rl tasks verify",
+    "grpo": "verify", "objectives": "", "report": "objectives", "model_folder": "report", "vllm_cases": "",
+    "tasks": "model_folder report", "engine_adapter": "model_folder report tasks vllm_cases",
+    "rl": "engine_adapter objectives", "verify": "engine_adapter report rl tasks vllm_cases",
+    "train": "engine_adapter extras model_folder objectives report rl tasks verify vllm_cases",
+    "extras": "engine_adapter model_folder objectives report rl tasks verify vllm_cases",
     "examples": "engine_adapter extras model_folder objectives report rl tasks verify",
     "probe": "engine_adapter extras model_folder report rl verify",
-    "lab": "engine_adapter exercises extras model_folder objectives probe report rl tasks train verify",
+    "lab": "engine_adapter exercises extras model_folder objectives probe report rl tasks train verify vllm_cases",
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip
 # In addition, in a function.
 LATER = {"extras": "probe"}
-VLLM = {"grpo", "engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: --help does not wait for it
+VLLM = {"grpo", "engine_adapter", "verify", "vllm_cases", "extras", "examples", "lab"}  # in functions: --help need not wait
 ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"
 FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
 

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ def test_the_figures_of_rollouts_equal_hand_computed_values():
     """Two groups, one of them flat; one response is left out, one has no token."""
     values = (([0, 1, 2], "length", 1.0), ([2], "stop", 0.0), ([1, 1], "stop", math.nan), ([], "stop", 0.5))
     rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason, reward=reward,
-                    parts={"form": reward}, reward_error="x" if math.isnan(reward) else None)
+                    terms={"form": reward}, reward_error="x" if math.isnan(reward) else None)
             for versions, reason, reward in values]  # fmt: skip
-    rows[3].parts, rows[2].parts, rows[3].prompt_version = {}, {}, 3
-    rows[1].parts["late"] = -0.5
+    rows[3].terms, rows[2].terms, rows[3].prompt_version = {}, {}, 3
+    rows[1].terms["late"] = -0.5
     has_signal = torch.tensor([[True, True], [False, False]])
     assert metrics.of_rollouts(make_batch(rows), torch.tensor([2.0, 0.0, math.nan, 1.0]), has_signal, 3) == {
         "reward": 0.5, "reward/form": 0.5, "reward/late": -0.25, "reward_errors": 1, "left_out": 1,
@@ -74,13 +75,15 @@ def test_the_ratios_of_backend_and_update_equal_hand_computed_values_and_are_cut
     figures = metrics.of_backend(rows, 0 * rows, of_rows, rows + 1, OBJECTIVES["gspo"], (0.2, 0.2), 3)
     assert figures["backend_clip_rate"] == pytest.approx(1 / 2)  # weighted as in the loss: a share of rows
     sums = metrics.Sums()
-    sums.add(values, zeros, None, mask > 0, mask / 2, 0.0)
+    micro = SimpleNamespace(denominator=zeros, ref_logprobs=None, token_weights=mask / 2)
+    sums.add(micro, values, mask > 0, 0.0)
     assert sums.metrics(1)["ratio_mean"] == mean
     assert sums.metrics(1)["kl_old_new"] < math.inf
 
 
 def test_the_figures_of_a_correction_equal_hand_computed_values():
     """One token is capped, one rejected, one outside the mask."""
-    weights, mask = torch.tensor([[2.0, 1.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    assert metrics.of_correction(weights, mask, 2.0) == pytest.approx(
+    weights, mask = torch.tensor([[2.0, 1.0, 2.0, 0.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    learns = torch.tensor([[True, True, False, False]])
+    assert metrics.of_correction(weights, learns, mask, 2.0) == pytest.approx(
         {"tis_capped_frac": 1 / 3, "rejected_frac": 1 / 3, "weights_ess": 9 / 15})

@@ -135,7 +135,7 @@ def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_l
         replace(task, reward_errors="stop").score(task.train[:3], rollouts)
 
 
-# ------------------------------------------------------------------------------------------------ parts, none, groups
+# ------------------------------------------------------------------------------------------------ terms, none, groups
 def scored(folder, text: str, *responses: str, groups: int = 1, **options) -> list[dict]:
     """Rows of these responses, with the rewards of a file."""
     (folder / "mine.py").write_text(text)
@@ -147,10 +147,10 @@ def scored(folder, text: str, *responses: str, groups: int = 1, **options) -> li
     return task.score(task.train[:1] * groups, rollouts)
 
 
-def test_a_reward_is_a_sum_of_named_parts_or_none(tmp_path):
+def test_a_reward_is_a_sum_of_named_terms_or_none(tmp_path):
     text = "def reward(problem, response): return {'a': 1, 'b': len(response)} if response else None"
     rows = scored(tmp_path, text, "12", "")
-    assert [(row["reward"], row["parts"]) for row in rows] == [(3.0, {"a": 1.0, "b": 2.0}), (None, {})]
+    assert [(row["reward"], row["terms"]) for row in rows] == [(3.0, {"a": 1.0, "b": 2.0}), (None, {})]
 
 
 def test_a_file_that_grades_whole_groups_sees_them(tmp_path):

@@ -15,7 +15,7 @@ from extras.offload import OffloadedOptimizer
 from extras.prompts_once import policy_options
 from objectives import CORRECTIONS, OBJECTIVES
 from report.metrics import agreement
-from rl import Batch, Head, Optimizer, entropies, make_batch
+from rl import Batch, Head, Optimizer, entropies, longest_first, make_batch
 from train import Config, update
 
 
@@ -32,7 +32,7 @@ def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_comput
 
 def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_come_first():
     batch = make_batch([Rollout([1], None, [5] * length, [0.0] * length) for length in (9, 3, 7, 5)])
-    (minibatch,) = batch.minibatches(torch.tensor([0, 1, 0, 1]) > 0, 1, 100)
+    (minibatch,) = batch.minibatches(torch.tensor([0, 1, 0, 1]) > 0, 1, 100, longest_first)
     assert [rows.tolist() for rows in minibatch] == [[3, 1], [0, 2]]
 
 
@@ -49,13 +49,15 @@ def test_the_head_computes_in_float32_in_chunks_of_any_number_of_rows(rows, dtyp
     targets = torch.randint(500, (64,)).to(device).where(agrees == 0, truth.logits.argmax(dim=-1))
     head = Head(ours[1], None, 1.0, None, chunk_elements=500 * rows, temperature=0.7)
     scores = head.token_metrics(ours[0], targets, metrics=(entropies, agreement))
+    logprobs = head.logprobs(ours[0], targets)
+    assert torch.equal(scores["logprobs"], logprobs)
     assert torch.equal(scores["agrees"], agrees.float())
     expected = {"logprobs": truth.log_prob(targets), "entropy": truth.entropy(),
                 "varentropy": (truth.probs * (truth.logits + truth.entropy()[:, None]) ** 2).sum(dim=-1)}
     for name, values in expected.items():
         assert (scores[name] - values).norm() < 1e-5 * values.norm(), name
     loss_weights = torch.randn(64, device=device)
-    gradients = torch.autograd.grad(scores["logprobs"], ours, loss_weights)
+    gradients = torch.autograd.grad(logprobs, ours, loss_weights)
     truths = torch.autograd.grad(expected["logprobs"], exact, loss_weights.double())
     rounding = 1e-5 if dtype == torch.float32 else 2**-8  # gradients are stored in it
     for gradient, truth in zip(gradients, truths, strict=True):
@@ -85,9 +87,9 @@ def batch_of_four(advantages: torch.Tensor, masked: str = "") -> Batch:
 
 def updated(table: torch.nn.Parameter, batch: Batch, config: Config, case: str = "") -> dict:
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
-    minibatches = batch.minibatches(batch.advantages.any(dim=1), 1 + ("halves" in case), 1 if "alone" in case else 99)
-    policy = SimpleNamespace(score=lambda micro: {
-        "logprobs": table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask})  # fmt: skip
+    minibatches = batch.minibatches(batch.advantages.any(dim=1), 1 + ("halves" in case), 1 if "alone" in case else 99,
+                                    longest_first)
+    policy = SimpleNamespace(logprobs=lambda micro: table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask)
     reject = (lambda batch: (REJECTED & (batch.mask > 0), batch.mask * ~(REJECTED & ("kept" in case)))
               ) if "reject" in case else None  # fmt: skip
     optimizer = Optimizer(torch.nn.ParameterList([table]), grad_clip=1e9)

@@ -20,7 +20,7 @@ from helpers import (
 
 from engine_adapter import Rollout, Sampling, Source
 from report.files import checkpoints
-from train import evaluate, greedy_agreement, has_loss, train_step
+from train import evaluate, greedy_agreement, train_step
 from verify.parity import check
 
 
@@ -64,34 +64,31 @@ def test_greedy_agreement_is_the_share_of_answers_without_another_token(policy):
     assert greedy_agreement(policy, answers, config_of()) == 1
 
 
-@pytest.mark.parametrize("masks", [False, True])
-def test_a_response_has_no_loss_if_it_is_left_out_or_with_mask_truncated_cut_off(masks):
-    have = [has_loss(Rollout([1], None, finish_reason=reason, score=score), config_of(mask_truncated=masks))
-            for reason, score in (("stop", 1.0), ("length", 1.0), ("stop", math.nan))]  # fmt: skip
-    assert have == [True, not masks, False]
-
-
 class Signed(Source):
     """Answers with a fixed token after what the engine samples, which has no loss, and scores it."""
 
-    def answer(self, problems: list, num_samples: int, sampling: Sampling) -> list[Rollout]:
+    def answer(self, problems: list, num_samples: int, sampling: Sampling, evaluates: bool = False) -> list[Rollout]:
         rollouts = super().answer(problems, num_samples, sampling)
         for place, rollout in enumerate(rollouts):
             rollout.append([9], [-1.0], self.engine.weight_version)
             rollout.trained = [True] * (len(rollout.token_ids) - 1) + [False]
+            rollout.finish_reason = "length" if place == 7 else "stop"
             rollout.reward = 1e8 + place % num_samples if place else math.nan  # float32 cannot tell these apart
         return rollouts
 
 
-def test_a_sources_answer_serves_training_and_evaluation_and_what_it_leaves_out_has_no_loss(good, tmp_path):
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_sources_answer_serves_training_and_evaluation_and_what_it_leaves_out_has_no_loss(good, tmp_path, masks):
+    """With --mask-truncated, what is cut off has none either."""
     trainer = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3,
-                          num_minibatches=1)  # fmt: skip
+                          num_minibatches=1, mask_truncated=masks)  # fmt: skip
     trainer.source = Signed(trainer.engine, trainer.run.task, trainer.run.sampling, 4, 2, 0)
     metrics, _, batch, _ = train_step(trainer, 1)
     assert (metrics["updates"], trainer.engine.weight_version) == (1, 2)
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
     assert (batch.advantages != 0).flatten().tolist() == [False] * 2 + [True] * 6  # alone in its group is the second
-    assert batch.mask.sum(dim=1).tolist() == [0, *(len(rollout.token_ids) - 1 for rollout in batch.rollouts[1:])]
+    *middle, last = [len(rollout.token_ids) - 1 for rollout in batch.rollouts[1:]]
+    assert batch.mask.sum(dim=1).tolist() == [0, *middle, 0 if masks else last]
     assert metrics["lr"] == trainer.optimizer.adamw.param_groups[0]["lr"] == trainer.run.config.lr_at(1)
     figures = evaluate(trainer, 1)
     samples = [[row["reward"] for row in rows(tmp_path, "samples") if row["mode"] == mode]

@@ -20,7 +20,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 # In addition, in a function.
 LATER = {"extras": "probe"}
-VLLM = {"grpo", "engine_adapter", "verify", "vllm_cases", "extras", "examples", "lab"}  # in functions: --help need not wait
+VLLM = {"grpo", "engine_adapter", "verify", "vllm_cases", "extras", "examples", "lab"}  # in functions
 ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"
 FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
 

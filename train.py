@@ -569,7 +569,7 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) ->
     rows = torch.arange(len(rollouts))
     micro_batches = policy.pack(batch, rows, config.micro_batch_tokens)
     at_1 = policy.changed(head=replace(policy.head, temperature=1.0))
-    score = partial(at_1.score, measures=(metrics.agreement,))
+    score = partial(at_1.score, token_metrics=(metrics.agreement,))
     agrees = in_micro_batches(score, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 

@@ -80,7 +80,7 @@ class Replay:
                     return logits / named["temperature"]
                 return drawn_from(logits, prompt, response[chunk], **named)
 
-            logprobs.append(head.score(hidden, response, restrict)["logprobs"].double())
+            logprobs.append(head.logprobs(hidden, response, restrict).double())
         return torch.cat(logprobs)
 
     def row_means(self, values: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ def test_a_side_that_forgets_the_temperature_or_the_mask_is_refused(
             engine, replace(sampling, **{option: 1.0} if hasattr(sampling, option) else {}), seed))  # fmt: skip
     if "trainer" in forgets:
         score = Policy.score
-        monkeypatch.setattr(Policy, "score", lambda policy, batch, measures=(): score(
-            at(policy, 1.0), batch, measures))  # fmt: skip
+        monkeypatch.setattr(Policy, "score", lambda policy, batch, token_metrics=(): score(
+            at(policy, 1.0), batch, token_metrics))  # fmt: skip
     parity = replace(ParityFlags(), **fix_off)
     with pytest.raises(AuditError, match=f"the {named}'s log-probabilities are not those of the stated distribution"):
         built(good, tmp_path, engine="vllm", parity=parity, **options)

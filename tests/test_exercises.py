@@ -31,7 +31,7 @@ def group_advantages(*given):
 
 def token_logprobs(hidden, weight, targets, temperature, kept):
     head = rl.Head(weight, None, 1.0, None, 100, temperature, torch.float32)
-    return head.score(hidden, targets, lambda logits, chunk: mask_outside(logits, kept[chunk]))["logprobs"]
+    return head.logprobs(hidden, targets, lambda logits, chunk: mask_outside(logits, kept[chunk]))
 
 
 def clipped_loss(*given):

@@ -122,7 +122,7 @@ def test_what_an_extra_does_in_vain_is_an_error(tmp_path):
     with pytest.raises(TypeError, match=r"install of extras\.mine must return nothing"):
         extras.call("install", silent, "a run")
     run = Run(config_of(), "", None, None, set(), {}, [])
-    run.source, run.policy["measures"] = "one option's", ()
+    run.source, run.policy["token_metrics"] = "one option's", ()
     run.policy |= {"temperature": 1.0}
     for name, said in ("sources", "sources is no part of a run"), ("source", "two options"), ("writers", "two options"):
         with pytest.raises(ValueError, match=said):

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,8 +158,6 @@ def longest_first(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> list[T
 
 # ---------------------------------------------------------------------------------- head
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
-# logits (n, V), the restricted ones, all log-probabilities (n, V), targets (n,) -> (n,) by name
-TokenMetric = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 
 
 def head_chunk(gpu_gib: float) -> int:
@@ -175,6 +173,18 @@ def head_chunk(gpu_gib: float) -> int:
 def no_restriction(logits: Tensor, chunk: slice) -> Tensor:
     """The softmax is over the whole vocabulary."""
     return logits
+
+
+class Chunk(NamedTuple):
+    """What a token metric is computed from."""
+
+    logits: Tensor  # (n, V), at the temperature
+    restricted: Tensor  # (n, V), `logits` with -inf outside kept sets, or `logits` itself
+    logprobs: Tensor  # (n, V), log softmax(restricted), at least -1e4
+    targets: Tensor  # (n,)
+
+
+TokenMetric = Callable[[Chunk], dict[str, Tensor]]  # -> (n,) by name
 
 
 @dataclass(frozen=True)
@@ -214,27 +224,21 @@ class Head:
         rows = max(1, self.chunk_elements // len(self.weight))
         return [slice(start, start + rows) for start in range(0, max(1, count), rows)]
 
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """In fp32 on a GPU with tensor cores if `right` has 16 bits, as vLLM's head.
+    def product(self, left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+        """left @ right in `dtype`; if `total` (fp32) is given, added to it in place.
 
-        They multiply 16-bit numbers exactly and add in fp32. `left` is rounded to 16 bits: nothing
-        changes for hidden states, and gradients of logits are rounded as in any 16-bit model.
+        A GPU's tensor cores multiply 16-bit numbers exactly and add in fp32, as vLLM's head.
         """
-        if self.uses_tensor_cores(right):
-            return torch.mm(left.to(right.dtype), right, out_dtype=self.dtype)
-        return left.to(self.dtype) @ right.to(self.dtype)
-
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """total += left @ right, in place; `total` is fp32."""
-        if right.dtype == torch.float32:
-            total.addmm_(left, right)
-        elif self.uses_tensor_cores(right):
-            torch.addmm(total, left.to(right.dtype), right, out_dtype=self.dtype, out=total)
-        else:
-            total += self.product(left, right)  # a temporary of total's size
-
-    def uses_tensor_cores(self, right: Tensor) -> bool:
-        return right.is_cuda and self.dtype == torch.float32 and right.dtype != torch.float32
+        on_tensor_cores = left.is_cuda and left.dtype == right.dtype != self.dtype
+        if total is None:
+            if on_tensor_cores:
+                return torch.mm(left, right, out_dtype=self.dtype)
+            return left.to(self.dtype) @ right.to(self.dtype)
+        if on_tensor_cores:
+            return torch.addmm(total, left, right, out_dtype=self.dtype, out=total)
+        if right.dtype == total.dtype:
+            return total.addmm_(left, right)
+        return total.add_(self.product(left, right))
 
     def affine(self, hidden: Tensor) -> Tensor:
         """hidden W^T + bias, computed in `dtype`, as fp32: (N, H) -> (N, V)."""
@@ -244,94 +248,90 @@ class Head:
         return logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Of `affine` the logits, before the temperature: (N, V) -> (N, V)."""
+        """The model's logits from `affine`, before the temperature: (N, V) -> (N, V)."""
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits if self.scale == 1.0 else logits * self.scale
 
-    def shaped(self, affine: Tensor) -> Tensor:
-        """What the softmax is of. It and its derivative `slope` alone take a temperature."""
-        return self.scaled(affine) / self.temperature
+    def tempered(self, scaled: Tensor | float) -> Tensor | float:
+        """The only line that takes a temperature: the gradient's factor is tempered(scale)."""
+        return scaled if self.temperature == 1.0 else scaled / self.temperature
 
-    def slope(self, affine: Tensor) -> float | Tensor:
-        """d shaped / d affine."""
-        slope = self.scale / self.temperature
-        if self.softcap is not None:
-            slope = slope * (1 - torch.tanh(affine / self.softcap).square())
-        return slope
-
-    def logprobs(self, hidden, targets, restrict=no_restriction):
-        return self.score(hidden, targets, restrict)["logprobs"]
-
-    def token_metrics(self, hidden, targets, restrict=no_restriction, metrics=()):
-        return self.score(hidden, targets, restrict, metrics)
-
-    def score(
-        self, hidden: Tensor, targets: Tensor, restrict: Restriction = no_restriction,
-        measures: Sequence[TokenMetric] = (),
+    @torch.no_grad()
+    def token_metrics(
+        self, hidden: Tensor, targets: Tensor, restrict: Restriction,
+        metrics: Sequence[TokenMetric],
     ) -> dict[str, Tensor]:
-        """`logprobs`, log softmax(restrict(logits / temperature))[target], and what is measured.
+        """`logprobs` without a gradient, and `metrics` of the same logits, chunk by chunk.
 
-        Shapes: (N, H), (N,) -> (N,) by name. Units: nats. Only `logprobs` has a gradient.
+        Shapes: (N, H), (N,) -> (N,) by name.
         """
-        def of_chunk(chunk: slice) -> dict[str, Tensor]:
-            logits = self.shaped(self.affine(hidden[chunk]))  # (n, V)
-            restricted = restrict(logits, chunk)
-            all_logprobs = restricted.log_softmax(dim=-1)
-            scores = {"logprobs": at_targets(all_logprobs, targets[chunk])}
-            if measures:
-                all_logprobs.clamp_(min=-1e4)  # p log p of what is cut off: 0 * -inf would be nan
-            for measure in measures:
-                scores |= measure(logits, restricted, all_logprobs, targets[chunk])
-            return scores
+        def of_chunk(rows: slice) -> dict[str, Tensor]:
+            logits = self.tempered(self.scaled(self.affine(hidden[rows])))  # (n, V)
+            restricted = restrict(logits, rows)
+            chunk = Chunk(logits, restricted, restricted.log_softmax(dim=-1), targets[rows])
+            values = {"logprobs": at_targets(chunk.logprobs, chunk.targets)}
+            if metrics and restricted is not logits:
+                chunk.logprobs.clamp_(min=-1e4)  # p log p of what is cut off: 0 * -inf would be nan
+            for metric in metrics:
+                values |= metric(chunk)
+            return values
 
-        with torch.no_grad():
-            chunks = [of_chunk(chunk) for chunk in self.chunks(len(hidden))]
-        scores = {name: torch.cat([scores[name] for scores in chunks]) for name in chunks[0]}
-        return scores | {"logprobs": HeadGradient.apply(
-            scores["logprobs"], hidden, self.weight, self.bias, targets, restrict, self)}
+        chunks = [of_chunk(rows) for rows in self.chunks(len(hidden))]
+        return {name: torch.cat([values[name] for values in chunks]) for name in chunks[0]}
+
+    def logprobs(self, hidden: Tensor, targets: Tensor, restrict: Restriction) -> Tensor:
+        """log softmax(restrict(logits / temperature))[target], with gradient.
+
+        Shapes: (N, H), (N,) -> (N,). Units: nats.
+        """
+        return HeadGradient.apply(hidden, self.weight, self.bias, targets, restrict, self)
 
 
 class HeadGradient(torch.autograd.Function):
-    """Gives log-probabilities their gradient: d logprob / d logits = onehot(target) - softmax.
+    """Plumbing: the log-probabilities of `token_metrics`, d logprob / d logits = onehot - softmax.
 
-    Backward computes the logits again, chunk by chunk: they are never stored. Gradients of the
-    weight add up in fp32.
+    Autograd would store all logits, and torch's checkpoints take up to 1.35 times as long. Backward
+    computes the logits again, chunk by chunk; gradients of the weight add up in fp32.
 
-    Shapes: logprobs (N,), hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,).
+    Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,).
     """
 
     @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None,
-                targets: Tensor, restrict: Restriction, head: Head) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.head, ctx.restrict = head, restrict
-        return logprobs.clone()
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+                restrict: Restriction, head: Head) -> Tensor:
+        ctx.save_for_backward(hidden, targets)
+        ctx.restrict, ctx.head = restrict, head
+        return head.token_metrics(hidden, targets, restrict, ())["logprobs"]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
-        head = ctx.head
-        wide = torch.promote_types(head.dtype, torch.float32)
-        hidden_grads, weight_grad, bias_grad = [], None, None
-        if ctx.needs_input_grad[2]:  # not with adapters
-            weight_grad = torch.zeros_like(weight, dtype=wide)
-        if bias is not None:
-            bias_grad = torch.zeros_like(bias, dtype=wide)
-        for chunk in head.chunks(len(hidden)):
-            affine = head.affine(hidden[chunk])  # (n, V)
-            restricted = ctx.restrict(head.shaped(affine), chunk)
+        hidden, targets = ctx.saved_tensors
+        head, gradient = ctx.head, gradient[:, None]
+        hidden_grads, weight_grad = [], None
+        if ctx.needs_input_grad[1]:  # not with adapters
+            weight_grad = torch.zeros_like(head.weight, dtype=torch.float32)
+        bias_grad = None if head.bias is None else 0.0
+        for rows in head.chunks(len(hidden)):
+            affine = head.affine(hidden[rows])  # (n, V)
+            restricted = ctx.restrict(head.tempered(head.scaled(affine)), rows)
             # gradient * (onehot(target) - softmax)
-            logits_grad = restricted.softmax(dim=-1).mul_(-gradient[chunk, None])
-            logits_grad.scatter_add_(1, targets[chunk, None], gradient[chunk, None])
-            product_grad = logits_grad.mul_(head.slope(affine)).to(head.dtype)
-            hidden_grads.append(head.product(product_grad, weight).to(hidden.dtype))
-            if weight_grad is not None:
-                head.add_product(weight_grad, product_grad.T, hidden[chunk])
+            logits_grad = restricted.softmax(dim=-1).mul_(-gradient[rows])
+            logits_grad.scatter_add_(1, targets[rows, None], gradient[rows])
+            slope = head.tempered(head.scale)  # d logits / d affine
+            if head.softcap is not None:
+                logits_grad *= slope * (1 - torch.tanh(affine / head.softcap).square())
+            elif slope != 1.0:
+                logits_grad *= slope
             if bias_grad is not None:
-                bias_grad += product_grad.sum(dim=0)
+                bias_grad += logits_grad.sum(dim=0)
+            if hidden.is_cuda:  # for tensor cores; any 16-bit model rounds gradients of logits
+                logits_grad = logits_grad.to(hidden.dtype)
+            hidden_grads.append(head.product(logits_grad, head.weight).to(hidden.dtype))
+            if weight_grad is not None:
+                head.product(logits_grad.T, hidden[rows], weight_grad)
         # Autograd rounds the fp32 gradients to the parameters' dtype.
-        return None, torch.cat(hidden_grads), weight_grad, bias_grad, None, None, None
+        return torch.cat(hidden_grads), weight_grad, bias_grad, None, None, None
 
 
 def at_targets(values: Tensor, targets: Tensor) -> Tensor:
@@ -339,12 +339,12 @@ def at_targets(values: Tensor, targets: Tensor) -> Tensor:
     return values.gather(-1, targets[:, None])[:, 0]
 
 
-# ---------------------------------------------------------------------------------- measures
-def entropies(_: Tensor, __: Tensor, all_logprobs: Tensor, ___: Tensor) -> dict[str, Tensor]:
+# ---------------------------------------------------------------------------------- token metrics
+def entropies(chunk: Chunk) -> dict[str, Tensor]:
     """`entropy`, -sum p log p (nats), and `varentropy`, the variance of -log p (nats^2)."""
-    weighted = all_logprobs.exp().mul_(all_logprobs)
+    weighted = chunk.logprobs.exp().mul_(chunk.logprobs)
     entropy = -weighted.sum(dim=-1)
-    second_moment = torch.linalg.vecdot(weighted, all_logprobs)
+    second_moment = torch.linalg.vecdot(weighted, chunk.logprobs)
     return {"entropy": entropy, "varentropy": second_moment - entropy.square()}
 
 

@@ -21,7 +21,7 @@ from extras.shared.masks import (
     masked_logits,
 )
 from report.errors import MANY, within
-from rl import Batch, Restriction, at_targets, entropies, no_restriction
+from rl import Batch, Chunk, Restriction, at_targets, entropies, no_restriction
 
 ENDINGS = {
     "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
@@ -105,19 +105,18 @@ def kept_sets(batch: Batch, response: Tensor) -> Restriction:
     return lambda logits, chunk: mask_outside(logits, kept[chunk])
 
 
-def masses(sampling: MaskedSampling, logits: Tensor, restricted: Tensor, _: Tensor,
-           targets: Tensor) -> dict[str, Tensor]:
-    """Figures of both masks: (n, V) logits, the restricted ones, (n,) targets -> (n,) by name.
+def masses(sampling: MaskedSampling, chunk: Chunk) -> dict[str, Tensor]:
+    """Figures of both masks: (n,) by name.
 
     `kept_mass`: the trainer's probability of the tokens that its own mask keeps.
     `engine_kept_mass`: its probability of the engine's kept set, if the engine returned one. No
     mismatch shows a set that is too small, because both softmaxes are over it. `outside_frac`: 1 if
     the trainer's mask cuts off the sampled token (by rounding or staleness), else 0.
     """
-    masked = masked_logits(logits, sampling)
-    whole = logits.logsumexp(dim=-1)
+    masked = masked_logits(chunk.logits, sampling)
+    whole = chunk.logits.logsumexp(dim=-1)
     figures = {"kept_mass": (masked.logsumexp(dim=-1) - whole).exp(),
-               "outside_frac": at_targets(masked, targets).isinf().float()}
-    if restricted is not logits:  # there are kept sets
-        figures["engine_kept_mass"] = (restricted.logsumexp(dim=-1) - whole).exp()
+               "outside_frac": at_targets(masked, chunk.targets).isinf().float()}
+    if chunk.restricted is not chunk.logits:  # there are kept sets
+        figures["engine_kept_mass"] = (chunk.restricted.logsumexp(dim=-1) - whole).exp()
     return figures

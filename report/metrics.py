@@ -26,10 +26,10 @@ def further(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------- of a token
-def agreement(logits: Tensor, _: Tensor, __: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def agreement(chunk: Any) -> dict[str, Tensor]:
     """`agrees`: 1.0 where the target is a likeliest token, else 0. An rl.TokenMetric."""
-    of_targets = logits.gather(-1, targets[:, None])[:, 0]
-    return {"agrees": (of_targets == logits.amax(dim=-1)).float()}
+    of_targets = chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
+    return {"agrees": (of_targets == chunk.logits.amax(dim=-1)).float()}
 
 
 # ---------------------------------------------------------------------------------- before it

@@ -15,7 +15,7 @@ from extras.offload import OffloadedOptimizer
 from extras.prompts_once import policy_options
 from objectives import CORRECTIONS, OBJECTIVES
 from report.metrics import agreement
-from rl import Batch, Head, Optimizer, entropies, longest_first, make_batch
+from rl import Batch, Head, Optimizer, entropies, longest_first, make_batch, no_restriction
 from train import Config, update
 
 
@@ -48,20 +48,43 @@ def test_the_head_computes_in_float32_in_chunks_of_any_number_of_rows(rows, dtyp
     agrees = torch.arange(64, device=device) % 2
     targets = torch.randint(500, (64,)).to(device).where(agrees == 0, truth.logits.argmax(dim=-1))
     head = Head(ours[1], None, 1.0, None, chunk_elements=500 * rows, temperature=0.7)
-    scores = head.token_metrics(ours[0], targets, metrics=(entropies, agreement))
-    logprobs = head.logprobs(ours[0], targets)
-    assert torch.equal(scores["logprobs"], logprobs)
-    assert torch.equal(scores["agrees"], agrees.float())
+    metrics = head.token_metrics(ours[0], targets, no_restriction, (entropies, agreement))
+    assert torch.equal(metrics["agrees"], agrees.float())
     expected = {"logprobs": truth.log_prob(targets), "entropy": truth.entropy(),
                 "varentropy": (truth.probs * (truth.logits + truth.entropy()[:, None]) ** 2).sum(dim=-1)}
     for name, values in expected.items():
-        assert (scores[name] - values).norm() < 1e-5 * values.norm(), name
+        assert (metrics[name] - values).norm() < 1e-5 * values.norm(), name
     loss_weights = torch.randn(64, device=device)
+    logprobs = head.logprobs(ours[0], targets, no_restriction)
+    assert torch.equal(logprobs, metrics["logprobs"])
     gradients = torch.autograd.grad(logprobs, ours, loss_weights)
     truths = torch.autograd.grad(expected["logprobs"], exact, loss_weights.double())
     rounding = 1e-5 if dtype == torch.float32 else 2**-8  # gradients are stored in it
     for gradient, truth in zip(gradients, truths, strict=True):
         assert (gradient - truth).norm() < rounding * truth.norm()
+
+
+def test_a_gpu_multiplies_16_bit_states_on_tensor_cores_and_does_not_round_wider_ones(monkeypatch):
+    """CPU tensors are taken for a GPU's: torch has no product of 16-bit numbers with a 32-bit sum on a CPU."""
+    def addmm(total, left, right, out_dtype, out):
+        products.append(left.dtype)
+        return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch, "mm", lambda *factors, out_dtype: addmm(
+        0, *factors, out_dtype, torch.empty(len(factors[0]), factors[1].shape[1])))  # fmt: skip
+    weight = torch.nn.Parameter((torch.randn(500, 48) / 3).bfloat16())
+    head, targets = Head(weight, None, 1.0, None, chunk_elements=500 * 7), torch.randint(500, (20,))
+    for dtype, times in (torch.bfloat16, 3 * (1 + 1 + 2)), (torch.float32, 0):  # 3 chunks, forward and backward
+        products, states = [], torch.randn(20, 48).to(dtype).requires_grad_()
+        of_gpu, of_cpu = [], []
+        for found, is_cuda in (of_gpu, True), (of_cpu, False):
+            monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
+            logprobs = head.logprobs(states, targets, no_restriction)
+            found += [logprobs, *torch.autograd.grad(logprobs.sum(), (states, weight))]
+        assert products == [torch.bfloat16] * times
+        for ours, plain in zip(of_gpu, of_cpu, strict=True):
+            assert (ours - plain).norm() <= (0 if dtype == torch.float32 else 2**-8) * plain.norm()
 
 
 # ------------------------------------------------------------------------------------------------ one update, by hand

@@ -484,12 +484,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
-        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-
-        LAYERWISE_INFO.clear()  # after a load it refers to the layers, which would stay alive
-        # The order matters: tensors go before vLLM gives the memory back.
-        self.runner.sampler = self.runner.structured_outputs_worker = None
-        self.runner.block_tables = None
+        vllm_cases.free_tensors(self.runner)  # they go before vLLM gives the memory back
         del self.core, self.runner, self.vllm_model
         self.llm.engine_core.shutdown()
         del self.llm

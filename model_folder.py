@@ -29,6 +29,15 @@ TEXT_NAMES = {r"^model\.language_model\.": "model.", r"^language_model\.model\."
               r"^language_model\.lm_head\.": "lm_head."}
 
 
+# ---------------------------------------------------------------------------------- the head
+def shape_of_logits(config: Any) -> tuple[float, float | None]:
+    """What a model does to its head's product: the scale, and the soft cap or None."""
+    # Cohere has logit_scale, Falcon-H1 lm_head_multiplier; Granite divides by logits_scaling.
+    multiplier = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
+    scale = (multiplier or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2's cap
+
+
 # ---------------------------------------------------------------------------------- places
 def local_folder(name: str) -> str:
     """A folder as it is; of a hub name the snapshot in the cache, downloaded first.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import model_folder
 from engine_adapter import Rollout
 
 Minibatches = list[list[Tensor]]  # by optimizer step and micro-batch: rows
@@ -128,11 +129,7 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
     trained = (rollout.trained or [True] * len(rollout.token_ids) for rollout in rollouts)
     mask = place(trained, response, torch.float32)[:, 1:]
     extra = None
-    if any(rollout.extra for rollout in rollouts):
-        for rollout in rollouts:
-            if len(rollout.extra) != len(rollout.token_ids):
-                raise ValueError("Rollout.extra must have one value a token in all rollouts of a"
-                                 f" batch, got {len(rollout.extra)} of {len(rollout.token_ids)}")
+    if rollouts[0].extra:
         values = (rollout.extra for rollout in rollouts)
         extra = place(values, response, torch.float32)[:, 1:] * mask
     return Batch(
@@ -211,13 +208,8 @@ class Head:
         gpu_gib = 0.0
         if layer.weight.is_cuda:
             gpu_gib = torch.cuda.mem_get_info(layer.weight.device)[1] / 2**30
-        # Cohere has logit_scale, Falcon-H1 lm_head_multiplier; Granite divides by logits_scaling.
-        multiplier = getattr(config, "lm_head_multiplier", None)
-        divisor = getattr(config, "logits_scaling", None)
-        scale = (getattr(config, "logit_scale", None) or multiplier or 1.0) / (divisor or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-        bias = getattr(layer, "bias", None)
-        return cls(layer.weight, bias, scale, softcap, head_chunk(gpu_gib), **options)
+        bias, shape = getattr(layer, "bias", None), model_folder.shape_of_logits(config)
+        return cls(layer.weight, bias, *shape, head_chunk(gpu_gib), **options)
 
     def chunks(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
@@ -457,25 +449,6 @@ class Policy:
             with self.using(self.reference):
                 found["ref_logprobs"] = self.logprobs(batch)
         return found
-
-    @torch.no_grad()
-    def response_logprobs(
-        self, rollouts: Iterable[Rollout], body: Body | None = None,
-        head_dtype: torch.dtype | None = None,
-    ) -> list[list[float]]:
-        """Log-probabilities at temperature 1 of the responses, for the canary.
-
-        With the weights that the engine gets; by another `body` or with a head in another dtype if
-        one is given.
-        """
-        head = replace(self.head, temperature=1.0, dtype=head_dtype or self.head.dtype)
-        at_1 = self.with_(head=head, body=body or self.body)
-        logprobs = []
-        with self.using(self.send.engine_parameters()):
-            for rollout in rollouts:  # one at a time: the KV cache takes memory now
-                (row,) = at_1.logprobs(make_batch([rollout], self.device))  # (T,)
-                logprobs.append(row[len(rollout.prompt_ids) - 1 :].tolist())
-        return logprobs
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""

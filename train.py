@@ -418,6 +418,7 @@ def train_step(sides: Sides, step: int) -> Step:
         for prepare_scores in run.before_scores:
             prepare_scores(problems, rollouts)
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
+    verify.batch.check_extra(rollouts)
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
 
@@ -560,7 +561,7 @@ def evaluate(sides: Sides, step: int) -> dict[str, float]:
                          temperature=config.temperature)
     metrics = of_step.of_answers("eval_reward", sampled)
     metrics |= of_step.of_answers("eval_reward_greedy", greedy)
-    metrics["eval_agree"] = greedy_agreement(sides.policy, rollouts, config)
+    metrics["eval_agree"] = verify.agreement(sides.policy, rollouts, config.micro_batch_tokens)
     for evaluate_also in sides.run.evaluations:
         metrics |= further(metrics, evaluate_also(answers))
     return metrics
@@ -582,17 +583,6 @@ def answer_held_out(
             for row in run.task.score(problems, rollouts, evaluates=True)]
     append_rows(run.out / "samples.jsonl", rows)
     return rollouts, rows
-
-
-def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) -> float:
-    """The share of rollouts whose every token is the trainer's likeliest one."""
-    batch = make_batch(rollouts, policy.device)
-    rows = torch.arange(len(rollouts))
-    micro_batches = policy.pack(batch, rows, config.micro_batch_tokens)
-    at_1 = policy.with_(head=replace(policy.head, temperature=1.0))
-    agreement = partial(at_1.token_metrics, metrics=(of_step.agreement,))
-    agrees = in_micro_batches(agreement, batch, [micro_batches])["agrees"]  # (B, T)
-    return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
 # ---------------------------------------------------------------------------------- the command

@@ -217,3 +217,12 @@ def packed_again(engine: Any) -> Iterator[None]:
     if any(layer.moe_kernel is None for layer in dropped):
         raise ValueError("its weight load does not reach the experts of"
                          f" {engine.config.model_type}")
+
+
+# ---------------------------------------------------------------------------------- the end
+def free_tensors(runner: Any) -> None:
+    """What would keep vLLM's tensors alive after the engine."""
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    LAYERWISE_INFO.clear()  # after a load it refers to the layers
+    runner.sampler = runner.structured_outputs_worker = runner.block_tables = None

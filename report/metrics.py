@@ -25,13 +25,6 @@ def further(figures: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return more
 
 
-# ---------------------------------------------------------------------------------- of a token
-def agreement(chunk: Any) -> dict[str, Tensor]:
-    """`agrees`: 1.0 where the target is a likeliest token, else 0. An rl.TokenMetric."""
-    of_targets = chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
-    return {"agrees": (of_targets == chunk.logits.amax(dim=-1)).float()}
-
-
 # ---------------------------------------------------------------------------------- before it
 def before_update(
     batch: Any, current: Any, of_tokens: dict[str, Tensor], scores: Tensor, has_signal: Tensor,

@@ -176,7 +176,7 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
 
 def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, monkeypatch):
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
-    monkeypatch.setattr(canary, "length", lambda _: canary.PROMPT_TOKENS)  # a CPU splits no seeded prompt
+    monkeypatch.setattr(canary, "length", lambda _: canary.CANARY_PROMPT_TOKENS)  # a CPU splits no seeded prompt
     with backend(engine_folder) as (policy, engine):
         scheduler = engine.core.scheduler
         monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 128)
@@ -269,7 +269,7 @@ def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engi
             while not all(rollout.finish_reason for rollout in others):
                 engine.step()
                 most = max(most, len(engine.core.scheduler.running))
-        assert most == 8 + canary.PROMPTS - 10
+        assert most == 8 + canary.CANARY_PROMPTS - 10
         engine.submit([5, 6], 2, Sampling(1.0, 60), 3)
         engine.step()
         with pytest.raises(EngineStateError, match="or no place, for an evaluation"), engine.holding():

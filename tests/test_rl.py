@@ -14,9 +14,9 @@ from engine_adapter import Rollout
 from extras.offload import OffloadedOptimizer
 from extras.prompts_once import policy_options
 from objectives import CORRECTIONS, OBJECTIVES
-from report.metrics import agreement
 from rl import Batch, Head, Optimizer, entropies, longest_first, make_batch, no_restriction
 from train import Config, update
+from verify.agreement import likeliest
 
 
 # ------------------------------------------------------------------------------------------------ batch
@@ -48,7 +48,7 @@ def test_the_head_computes_in_float32_in_chunks_of_any_number_of_rows(rows, dtyp
     agrees = torch.arange(64, device=device) % 2
     targets = torch.randint(500, (64,)).to(device).where(agrees == 0, truth.logits.argmax(dim=-1))
     head = Head(ours[1], None, 1.0, None, chunk_elements=500 * rows, temperature=0.7)
-    metrics = head.token_metrics(ours[0], targets, no_restriction, (entropies, agreement))
+    metrics = head.token_metrics(ours[0], targets, no_restriction, (entropies, likeliest))
     assert torch.equal(metrics["agrees"], agrees.float())
     expected = {"logprobs": truth.log_prob(targets), "entropy": truth.entropy(),
                 "varentropy": (truth.probs * (truth.logits + truth.entropy()[:, None]) ** 2).sum(dim=-1)}

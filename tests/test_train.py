@@ -20,7 +20,8 @@ from helpers import (
 
 from engine_adapter import Rollout, Sampling, Source
 from report.files import checkpoints
-from train import evaluate, greedy_agreement, train_step
+from train import evaluate, train_step
+from verify import agreement
 from verify.parity import check
 
 
@@ -59,9 +60,9 @@ def test_greedy_agreement_is_the_share_of_answers_without_another_token(policy):
     first, second = likely[2:].tolist()
     answers = [Rollout([5, 6], None, ids, [0.0] * len(ids))
                for ids in ([first], [first, second], [first - 1], [first, second - 1])]
-    assert greedy_agreement(policy, answers, config_of()) == 2 / 4
+    assert agreement(policy, answers, 4096) == 2 / 4
     policy.model.lm_head.weight.zero_()  # each token is a likeliest one
-    assert greedy_agreement(policy, answers, config_of()) == 1
+    assert agreement(policy, answers, 4096) == 1
 
 
 class Signed(Source):

@@ -15,6 +15,7 @@ from report.errors import MANY, SMALLEST, within
 from rl import Policy, make_batch
 from tasks import Problem
 from verify import batch, distribution  # noqa: F401
+from verify.agreement import agreement  # noqa: F401
 from verify.buffers import Buffers
 from verify.canary import Canary
 from verify.proof import differing

@@ -27,6 +27,15 @@ def check_rollouts(
                              f" `versions` at most {version}), got {shown(str(rollout))}")
 
 
+def check_extra(rollouts: list) -> None:
+    """Raises: ValueError unless `extra` has a number for each token in all rollouts, or in none."""
+    for row, rollout in enumerate(rollouts):
+        if len(rollout.extra) != bool(rollouts[0].extra) * len(rollout.token_ids):
+            raise ValueError("Rollout.extra must have one number a token in all rollouts of a step,"
+                             f" or in none, got {len(rollout.extra)} of {len(rollout.token_ids)} in"
+                             f" rollout {row}")
+
+
 def check_gradients(masters: list[Tensor]) -> None:
     """Raises: ValueError if there are some before the update, which would add its own to them."""
     if any(master.grad is not None for master in masters):

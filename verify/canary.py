@@ -4,6 +4,7 @@ The proof compares weights bit for bit. The canary is for the rest: KV cache, wi
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -19,7 +20,7 @@ from engine_adapter import (
     Engine,
     Rollout,
 )
-from rl import Policy
+from rl import Body, Policy, make_batch
 from verify.decode import disagreement
 from verify.head import checked_body
 from verify.own_noise import UNMEASURED, Compared, measure
@@ -68,13 +69,29 @@ def sample(
     return engine.sample_beside(prompts, min(max_new_tokens, room))
 
 
+@torch.no_grad()
+def logprobs_of(
+    policy: Policy, rollouts: list[Rollout], body: Body | None = None,
+    head_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The trainer's log-probabilities at temperature 1 of responses of one length: (B, T).
+
+    With the weights that the engine gets; by another `body` or with a head in another dtype if one
+    is given. One row at a time: the KV cache takes memory now.
+    """
+    head = replace(policy.head, temperature=1.0, dtype=head_dtype or policy.head.dtype)
+    at_1 = policy.with_(head=head, body=body or policy.body)
+    with policy.using(policy.send.engine_parameters()):
+        rows = [at_1.logprobs(make_batch([rollout], policy.device))[0] for rollout in rollouts]
+    return torch.stack([row[len(rollout.prompt_ids) - 1 :]
+                        for row, rollout in zip(rows, rollouts, strict=True)]).cpu()
+
+
 def compared(engine: Engine, policy: Policy, *request: int) -> Compared:
     """Both sides' values for `sample(engine, *request)`."""
     rollouts = sample(engine, *request)
 
-    def of_trainer(**changes: Any) -> Tensor:
-        return torch.tensor(policy.response_logprobs(rollouts, **changes))
-
+    of_trainer = partial(logprobs_of, policy, rollouts)
     reported = torch.tensor([rollout.logprobs for rollout in rollouts])
     return Compared(of_trainer, of_trainer(), reported)
 

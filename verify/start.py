@@ -112,7 +112,7 @@ def reason(error: Exception) -> str:
         text = f"vLLM imports {error.name} for it, install it (beside a CPU torch its +cpu build)"
     if hasattr(error, "errors"):  # pydantic's
         text = "; ".join(fault["msg"] for fault in error.errors())
-    # Slots and blocks of recurrent states: vLLM has the slots of the canary too.
+    # vLLM counts the slots of the canary, too.
     text = re.sub(r"max_num_seqs to at most (\d+)",
                   lambda most: f"--max-num-seqs to at most {int(most[1]) - PROMPTS}", text)
     text = re.sub("`?gpu_memory_utilization`?", "--kv-cache-gib", text)

@@ -30,7 +30,13 @@ import vllm_cases
 from model_folder import read_config
 from report.errors import MANY, within
 from tasks import Problem, Task
-from vllm_cases import EngineStateError, WeightLoadError
+from vllm_cases import (
+    CANARY_NEW_TOKENS,
+    CANARY_PROMPT_TOKENS,
+    CANARY_PROMPTS,
+    EngineStateError,
+    WeightLoadError,
+)
 
 
 # ---------------------------------------------------------------------------------- rollouts
@@ -196,8 +202,6 @@ def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------- the engine
 CHECKS = "proof", "canary"  # of each load, in verify/
-# The canary's rows: at least so many tokens, beside those of a run.
-CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 
 
 class Engine:

@@ -4,6 +4,7 @@ Plumbing of engine_adapter.py: a reader of the method can leave it out.
 """
 
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from packaging.requirements import Requirement
 
 # The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
 ALLOWED_VLLM = (0, 26), (0, 33)
+# The canary's rows: at least so many tokens, beside those of a run.
+CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 
 
 class EngineStateError(RuntimeError):
@@ -52,8 +55,10 @@ def check_vllm_version(allow_untested: bool = False) -> str:
     if not installed:
         raise ValueError("vLLM is not installed; run `make setup`, which picks the right build")
     own = installed[0].version
+    if allow_untested:
+        return own
     lowest, highest = ALLOWED_VLLM
-    if not (lowest <= tuple(map(int, own.split(".")[:2])) <= highest or allow_untested):
+    if not lowest <= tuple(map(int, own.split(".")[:2])) <= highest:
         raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
                          f" move), got {own}; install one of them or try"
                          " --allow-untested-vllm")
@@ -61,7 +66,7 @@ def check_vllm_version(allow_untested: bool = False) -> str:
     for needed in map(Requirement, installed[0].requires or ()):
         here = needed.marker is None or needed.marker.evaluate({"extra": ""})
         fits = needed.name != "torch" or needed.specifier.contains(torch_version, prereleases=True)
-        if here and not fits and not allow_untested:
+        if here and not fits:
             raise ValueError(f"torch must be {needed.specifier}, for which vLLM {own} was built,"
                              f" got {torch_version}; install that one or try"
                              " --allow-untested-vllm")
@@ -80,8 +85,14 @@ def check_machine(allow_untested: bool) -> tuple[str, bool]:
 
     on_gpu = current_platform.is_cuda_alike()
     if on_gpu != torch.cuda.is_available():
-        raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"
-                           " fresh .venv")
+        advice = "one is a CPU build: make a fresh .venv"
+        if torch.version.cuda:
+            try:
+                torch.cuda.init()
+            except RuntimeError as error:
+                advice = (f"torch says: {reason(error)}; see the driver (nvidia-smi), and"
+                          f" CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
+        raise RuntimeError(f"torch and vLLM see different devices, {advice}")
     return vllm_version, on_gpu
 
 
@@ -111,7 +122,10 @@ def reason(error: Exception) -> str:
         text = f"vLLM imports {error.name} for it, install it (beside a CPU torch its +cpu build)"
     if hasattr(error, "errors"):  # pydantic's
         text = "; ".join(fault["msg"] for fault in error.errors())
-    text = text.replace("`gpu_memory_utilization`", "--kv-cache-gib")
+    # vLLM counts the slots of the canary, too.
+    text = re.sub(r"max_num_seqs to at most (\d+)",
+                  lambda most: f"--max-num-seqs to at most {int(most[1]) - CANARY_PROMPTS}", text)
+    text = re.sub("`?gpu_memory_utilization`?", "--kv-cache-gib", text)
     return " ".join(text.split())[:300]
 
 

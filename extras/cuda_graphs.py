@@ -3,31 +3,41 @@
 They are not compiled. On an H100 they changed no mismatch and shortened generation (docs/run.md).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from extras import Extra
+from vllm_cases import CANARY_PROMPTS
 
 
 class Options(Extra):
     """Graphs of the engine's decode steps."""
 
-    cuda_graphs: bool = True  # Decode with CUDA graphs, without compilation; a CPU has none.
+    # Decode with CUDA graphs, without compilation. CPUs and recurrent layers have none.
+    cuda_graphs: bool = True
     may_change = ("cuda_graphs",)
 
     def install(self, run: Any) -> None:
-        """A graph for each number of requests that a step may have, in steps of 8."""
-        from verify import canary
+        if self.cuda_graphs and torch.cuda.is_available() and "engine" not in run.config.given:
+            run.with_model.append(partial(add_graphs, run))
 
-        config = run.config
-        if not (self.cuda_graphs and torch.cuda.is_available()) or "engine" in config.given:
-            return
-        groups = config.num_prompts + config.flat().get("inflight_groups", 0)
-        most = max(groups * config.group_size, config.eval_problems * config.eval_samples)
-        slots = min(most, config.max_num_seqs) + canary.PROMPTS
-        sizes = sorted({1, 2, canary.PROMPTS, *range(8, slots, 8), slots})
-        run.further |= {
-            "enforce_eager": False, "compilation_config.mode": 0,
-            "compilation_config.cudagraph_mode": "FULL_DECODE_ONLY",
-            "compilation_config.cudagraph_capture_sizes": sizes}
+
+def add_graphs(run: Any, model: torch.nn.Module) -> None:
+    """A graph for each number of requests that a step may have, in steps of 8.
+
+    None for recurrent layers: with graphs vLLM refuses more slots than their cache has blocks.
+    """
+    kinds = getattr(model.config, "layer_types", None) or ()
+    if model._is_stateful or {"conv", "linear_attention"} & {*kinds}:
+        return
+    config = run.config
+    groups = config.num_prompts + config.flat().get("inflight_groups", 0)
+    most = max(groups * config.group_size, config.eval_problems * config.eval_samples)
+    slots = min(most, config.max_num_seqs) + CANARY_PROMPTS
+    run.further |= {
+        "enforce_eager": False, "compilation_config.mode": 0,
+        "compilation_config.cudagraph_mode": "FULL_DECODE_ONLY",
+        "compilation_config.cudagraph_capture_sizes": sorted(
+            {1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})}

@@ -28,8 +28,8 @@ def checkpoint_layers(model: Module) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
-    layers: list[Module] = []
-    inner: set[Module] = set()
+    layers = []
+    inner = set()
     # A layer inside of another one (Zamba 2) is computed again with it, and may not decide anew
     # then: torch would mix up what the two passes save.
     for module in model.modules():
@@ -63,7 +63,7 @@ def check_recomputation(model: Module, layers: list[Module]) -> None:
 
     Raises: ValueError if backward does not compute each layer again.
     """
-    calls: Counter[Module] = Counter()
+    calls = Counter()
     hooks = for_each_part(layers, lambda layer: calls.update([layer]))
     ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -14,6 +14,7 @@ from extras import Extra
 from rl import head_chunk
 
 GIB = 2**30
+GRAPH = 2**20  # bytes, vLLM's own lower bound of a CUDA graph
 
 
 class Options(Extra):
@@ -32,9 +33,11 @@ def compare(run: Any, memory: tuple[int, int], model: Module) -> None:
     """
     config, free = run.config, memory[0] / GIB
     phases = certain(config, model, run.engine_kind.copies_weights)
-    need = max(phases.values()) / GIB
-    about = phases["update"] + activations(config, model, run.max_model_len,
-                                           head_chunk(memory[1] / GIB))
+    # Sleep does not free graphs.
+    graphs = GRAPH * len(run.further.get("compilation_config.cudagraph_capture_sizes", ()))
+    need = (max(phases.values()) + graphs) / GIB
+    about = phases["update"] + graphs + activations(
+        config, model, run.max_model_len, head_chunk(memory[1] / GIB))
     about = max(need, about / GIB)
     words = f"at least {need:.1f} GiB, about {about:.1f} with activations, of {free:.1f} free"
     if need > free:
@@ -48,18 +51,18 @@ def compare(run: Any, memory: tuple[int, int], model: Module) -> None:
 def certain(config: Any, model: Module, copies_weights: bool) -> dict[str, float]:
     """Bytes in the phases with the largest peaks, without activations, CUDA graphs, workspaces."""
     given = config.flat()  # an option exists only with its file
-    trained = [each for each in model.parameters() if each.requires_grad]
-    frozen = [each for each in model.parameters() if not each.requires_grad]
-    fp32 = sum(4 * each.numel() for each in trained)
-    weights = size_of(trained) + size_of(frozen)
-    optimizer = 2 * fp32
-    if size_of(trained) < fp32:  # masters
-        optimizer += fp32
-    if config.kl_coef:  # a frozen copy
-        weights += size_of(trained)
+    parameters = [*model.parameters()]
+    trained = sum(each.nbytes for each in parameters if each.requires_grad)
+    fp32 = sum(4 * each.numel() for each in parameters if each.requires_grad)
+    weights = sum(each.nbytes for each in parameters)
     engine = config.kv_cache_gib * GIB
     if copies_weights:
-        engine += size_of(frozen or trained)  # adapters are merged into what is frozen
+        engine += (weights - trained) or trained  # adapters are merged into what is frozen
+    optimizer = 2 * fp32
+    if trained < fp32:  # masters
+        optimizer += fp32
+    if config.kl_coef:  # a frozen copy
+        weights += trained
     generate = weights + engine
     if not given.get("offload_optimizer"):
         generate += optimizer
@@ -67,10 +70,6 @@ def certain(config: Any, model: Module, copies_weights: bool) -> dict[str, float
     if given.get("inflight_groups") and config.parity.inflight_keep:
         update += engine  # sleep would drop the KV cache
     return {"generate": generate, "update": update}
-
-
-def size_of(tensors: list[torch.Tensor]) -> int:
-    return sum(each.nbytes for each in tensors)
 
 
 def activations(config: Any, model: Module, longest: int, chunk_elements: int) -> float:

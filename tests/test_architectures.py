@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from extras.prompts_once import policy_options
 from extras.sampling_mask import kept_sets
 from model_folder import attention_for
 from rl import Policy, make_batch
-from verify import canary
+from verify import canary, own_noise
 from verify.parity import Widened, twice_as_precise
 from verify.proof import differing
 from vllm_cases import WeightLoadError
@@ -186,8 +187,18 @@ def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, name, dtype, fla
             policy.model.get_output_embeddings().weight.data *= 1.3
             move(policy, 0.005, seed)
             load_into(engine, policy)
-        difference, limit = map(float, re.findall(r"\S+e-\d+", engine.settings["canary"]))
+        difference, ratio, limit = map(float, re.fullmatch(
+            r"(\S+) nats, (\S+) of the limit (\S+)", engine.settings["canary"]).groups())
         assert 0 < difference <= limit
+        assert ratio == pytest.approx(difference / limit, rel=0.1)
+
+
+@pytest.mark.parametrize("on_gpu, load, times", [(False, 1, 2), (True, 1, 3), (True, 2, 4)])
+def test_the_canarys_limit_in_16_bits_is_a_multiple_of_the_noise(on_gpu, load, times):
+    engine = SimpleNamespace(on_gpu=on_gpu, weight_version=load, settings={"head_dtype": "float32"})
+    ours = torch.ones(4, 72)
+    sides = own_noise.Compared(lambda **_: ours - 0.5, ours, ours - 0.75)
+    assert own_noise.measure(engine, sides, lambda *_: sides, torch.mean) == (0.75, 0.5 * times)
 
 
 @pytest.mark.engine
@@ -199,13 +210,13 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
 
     policy.model.base_model.layers[0].mlp.register_forward_pre_hook(kernel)
     with started(tmp_path, policy) as engine:
-        assert engine.settings["canary"].endswith("nats (limit 1.5e-01)")
+        assert engine.settings["canary"].endswith("of the limit 1.5e-01")
         assert "noise is NOT MEASURED, AssertionError('16 bits alone" in capsys.readouterr().out
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name, window, longest, length", [
-    ("Mistral", 16, 32, 17), ("Mistral", 4096, 32, canary.PROMPT_TOKENS),
+    ("Mistral", 16, 32, 17), ("Mistral", 4096, 32, canary.CANARY_PROMPT_TOKENS),
     ("Ministral3, beyond its original context", None, 67, 33),  # which is refused with a longer row: below
 ])  # fmt: skip
 def test_the_canary_passes_the_window_or_the_original_context_if_the_runs_rows_do(
@@ -237,8 +248,10 @@ REFUSED = [
 @pytest.mark.engine
 @pytest.mark.parametrize("name, changes, dtype, sentence", REFUSED)
 def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name(
-    name, changes, dtype, sentence, tmp_path
+    name, changes, dtype, sentence, tmp_path, monkeypatch
 ):
+    """By a GPU's limit, which is wider than a CPU's."""
+    monkeypatch.setattr(own_noise, "TIMES", own_noise.TIMES_ON_GPU)
     policy = policy_of(tmp_path, name, dtype=getattr(torch, dtype), **changes)
     with pytest.raises((ValueError, WeightLoadError), match=sentence), started(tmp_path, policy, block_size=32):
         pass

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
-from helpers import ROOT, built, config_of, read_json
+from helpers import ROOT, built, config_of, read_json, small_model
 from torch.nn import Linear, Module, Parameter
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -105,6 +105,23 @@ def test_the_pages_figures_are_computed_and_those_of_a_gpu_are_near():
 
 
 # ------------------------------------------------------------------------------------------------ a run
+def test_cuda_graphs_count_and_recurrent_layers_have_none(monkeypatch, capsys):
+    """For vLLM would refuse more slots than blocks. Of 128 * 8 rows 512 run at once, and the canary's 4."""
+    models, said = {name: small_model(name) for name in ("Qwen2", "FalconH1", "Mamba2", "Lfm2")}, {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = config_of(kv_cache_gib=1.0)
+    for name, model in models.items():
+        run = SimpleNamespace(config=config, further={}, with_model=[], max_model_len=32,
+                              engine_kind=SimpleNamespace(copies_weights=True))  # fmt: skip
+        config.extra.cuda_graphs.install(run)
+        for change in run.with_model:
+            change(model)
+        memory_check.compare(run, (80 * GIB, 80 * GIB), model)
+        sizes = run.further.get("compilation_config.cudagraph_capture_sizes", [])
+        said[name] = len(sizes), sizes[-1:], re.search(r"at least (\S+) GiB", capsys.readouterr().out)[1]
+    assert said == {"Qwen2": (68, [516], "1.1")} | dict.fromkeys(("FalconH1", "Mamba2", "Lfm2"), (0, [], "1.0"))
+
+
 @pytest.mark.parametrize("free, rank, outcome", [
     (1.0, 4, "of 1.0 free"), (0.55, 4, "it may NOT fit"), (0.3, 4, "must fit"), (1.0, 0, "must fit")])  # fmt: skip
 def test_a_run_says_what_it_needs_of_what_was_free_and_only_what_cannot_fit_is_refused(

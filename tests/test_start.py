@@ -6,7 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import SMALL, command, python, read_json, rows, train_here
+
+from vllm_cases import CANARY_PROMPTS, check_machine, reason
 
 
 def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported():
@@ -81,3 +84,41 @@ with exit_with_message(2):
 """
     said = python("-c", code, status=130).stderr
     assert said.startswith("stopped by a signal") and len(said.splitlines()) == 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("build, said", [
+    (None, "one is a CPU build: make a fresh"), ("13.0", "torch says: No CUDA GPUs are .*_VISIBLE_DEVICES is ''"),
+])  # fmt: skip
+def test_a_gpu_that_torch_cannot_use_is_refused_with_torchs_own_reason(monkeypatch, build, said):
+    """vLLM's CUDA build finds it by its driver."""
+    from vllm import platforms
+
+    def init():
+        raise RuntimeError("No CUDA GPUs are available")
+
+    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RuntimeError, match=said):
+        check_machine(False)
+
+
+@pytest.mark.engine
+def test_the_number_of_slots_that_vllm_names_for_recurrent_layers_is_accepted_and_its_option_exists():
+    from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    def start(max_num_seqs):
+        config = CompilationConfig(mode=0, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY, cudagraph_capture_sizes=[1])
+        cache = SimpleNamespace(has_mamba_layers=True, num_blocks=300)
+        config.resolve_cudagraph_mode_and_sizes(
+            AttentionCGSupport.ALWAYS, "", kv_cache_config=cache, max_num_reqs=max_num_seqs + CANARY_PROMPTS)
+
+    with pytest.raises(ValueError, match="max_num_seqs") as refused:
+        start(512)
+    said = reason(refused.value)
+    assert said.endswith("lower --max-num-seqs to at most 296 or increase --kv-cache-gib.")
+    start(296)

@@ -169,7 +169,8 @@ class Canary:
         first = engine.weight_version == 1
         if first:
             where = f"canary after {of_length} tokens" if of_length else "canary"
-            engine.settings[where] = f"{difference:.1e} nats (limit {limit:.1e})"
+            engine.settings[where] = (
+                f"{difference:.1e} nats, {difference / limit:.2f} of the limit {limit:.1e}")
         if difference <= limit:
             return
         fault = "the engine does not hold the trainer's weights"

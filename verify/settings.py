@@ -11,6 +11,18 @@ from engine_adapter import Engine
 from rl import Policy
 from verify.parity import head_dtype, name_of
 
+
+def graph_mode(engine: Engine) -> str:
+    """As configured if decode replays graphs; NONE if each of its steps calls the model."""
+    calls = []
+    hook = engine.vllm_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    engine.sample_beside([[0, 0]], 2)
+    hook.remove()
+    if len(calls) > 1:  # more than the prompt's step
+        return "NONE"
+    return engine.llm.vllm_config.compilation_config.cudagraph_mode.name
+
+
 READERS = {
     "logprobs_mode": lambda engine: engine.runner.sampler.logprobs_mode,
     "enable_prefix_caching": lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching,
@@ -23,12 +35,11 @@ READERS = {
     "disable_cascade_attn": lambda engine:
         not getattr(engine.runner, "cascade_attn_enabled", False),
     "model_dtype": lambda engine: name_of(next(engine.vllm_model.parameters()).dtype),
-    "cudagraph_mode": lambda engine:
-        engine.llm.vllm_config.compilation_config.cudagraph_mode.name,
+    "cudagraph_mode": graph_mode,
 }  # fmt: skip
 # Not observed: from the configuration alone.
 ECHOED = ["max_logprobs", "generation_config"]
-# Of graphs; cudagraph_mode shows whether there are some.
+# cudagraph_mode shows whether graphs are in use.
 NOT_READ = {"enforce_eager", "mode", "cudagraph_capture_sizes"}
 
 
@@ -41,9 +52,10 @@ def audit(engine: Engine) -> dict[str, Any]:
 
     Raises: AuditError that names each setting that is not as wanted, and each that has no reader.
     """
+    from vllm.compilation.counter import compilation_counter
+
     config, own_dtype = engine.llm.vllm_config, name_of(engine.dtype)
     model = config.model_config
-    layers = [module for module in engine.vllm_model.modules() if hasattr(module, "impl")]
     wanted = {"cudagraph_mode": "NONE", "model_dtype": own_dtype}
     wanted |= {name.rpartition(".")[2]: value for name, value in engine.wanted.items()}
     if unpaired := (wanted.keys() - NOT_READ) ^ READERS.keys():
@@ -62,13 +74,15 @@ def audit(engine: Engine) -> dict[str, Any]:
     return in_force | {
         "vllm": engine.vllm_version,
         "runner": f"{type(engine.runner).__module__}.{type(engine.runner).__name__}",
-        "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
+        "attention_backend": sorted({type(layer.impl).__name__ for layer in
+                                     engine.vllm_model.modules() if hasattr(layer, "impl")}),
         # By these torch and vLLM choose kernels.
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, bf16 in AVX-512"
                f" {torch.cpu._is_avx512_bf16_supported()}, AMX tiles"
                f" {torch.cpu._is_amx_tile_supported()}",
         "block_size": config.cache_config.block_size,
         "max_model_len": model.max_model_len,
+        "cuda_graphs": compilation_counter.num_cudagraph_captured,
         "echoed": [*ECHOED, *engine.settings],  # an engine's own say, too
         "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
     }

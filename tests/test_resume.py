@@ -158,7 +158,7 @@ def test_what_cannot_be_resumed_is_refused_and_no_file_is_changed(root, spoilabl
     assert files() == before
 
 
-def killed_save(trainer: train.Trainer, number: int) -> None:
+def killed_save(trainer: train.Sides, number: int) -> None:
     """Save checkpoint 2, and be killed at this call of Python's that has to do with its files."""
     calls = itertools.count(1)
 

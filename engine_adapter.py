@@ -30,13 +30,7 @@ import vllm_cases
 from model_folder import read_config
 from report.errors import MANY, within
 from tasks import Problem, Task
-from vllm_cases import (
-    CANARY_NEW_TOKENS,
-    CANARY_PROMPT_TOKENS,
-    CANARY_PROMPTS,
-    EngineStateError,
-    WeightLoadError,
-)
+from vllm_cases import EngineStateError, WeightLoadError
 
 
 # ---------------------------------------------------------------------------------- rollouts
@@ -50,7 +44,7 @@ class Sampling:
     temperature: float  # 0 is greedy
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    # Called with the Rollout after each of its tokens: true ends it there.
+    # A function of the Rollout after each of its tokens: true ends it there.
     ends: Callable[["Rollout"], bool] = field(default=lambda rollout: False, repr=False)
 
     def __post_init__(self):
@@ -59,7 +53,7 @@ class Sampling:
             within(self, 0.01, 2, "temperature")  # vLLM's range
 
     def at(self, temperature: float) -> "Sampling":
-        """For answers that are not trained on."""
+        """The sampling of answers that are not trained on."""
         return replace(self, temperature=temperature)
 
     def shaped(self, logits: Tensor) -> Tensor:
@@ -67,7 +61,7 @@ class Sampling:
         return logits / self.temperature
 
     def arguments(self, vocab_size: int) -> dict[str, Any]:
-        """Those of vLLM's SamplingParams."""
+        """Arguments of vLLM's SamplingParams."""
         return dict(temperature=self.temperature, max_tokens=self.max_new_tokens,
                     stop_token_ids=list(self.stop_token_ids), logprobs=0)
 
@@ -87,16 +81,16 @@ class Rollout:
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
     sampling: Sampling | None = None  # None in a trace that was read from a file
     kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
-    # By token: whether it has a loss. Empty: all have one. An environment's words have none.
+    # Whether each token has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)
-    extra: list[float] = field(default_factory=list)  # by token, from elsewhere: `Batch.extra`
+    extra: list[float] = field(default_factory=list)  # a number a token, for `Batch.extra`
     # The task's; None until it is scored. NaN: left out, without a loss and without a place in its
     # group's baseline.
     reward: float | None = None
-    terms: dict[str, float] = field(default_factory=dict)  # of the reward, if it is their sum
+    terms: dict[str, float] = field(default_factory=dict)  # a reward can be the sum of terms
     reward_error: str | None = None  # what has failed, if the response is left out for it
     score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
-    # Of the prompt's first part, if a load came while the prompt was computed.
+    # The version of the prompt's first part, if a load came while the prompt was computed.
     prompt_version: int | None = None
 
     @property
@@ -201,7 +195,7 @@ def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------- the engine
-CHECKS = "proof", "canary"  # of each load, in verify/
+CHECKS = "proof", "canary"  # what verify/ checks of each load
 
 
 class Engine:
@@ -246,14 +240,13 @@ class Engine:
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self.wanted = ALWAYS | wanted_settings(parity) | (further or {})
         torch.cuda.empty_cache()  # what the trainer has freed while it was built
-        # A model that vLLM cannot run fails in here.
-        sizes = f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"
-        with vllm_cases.start_errors(self, sizes):
+        with vllm_cases.start_errors(
+                self, f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"):
             self._start(
                 model=model, seed=seed, dtype=str(dtype).removeprefix("torch."),
                 load_format="dummy", skip_tokenizer_init=True, disable_log_stats=True,
-                max_num_seqs=max_num_seqs + CANARY_PROMPTS,
-                max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
+                max_num_seqs=max_num_seqs + vllm_cases.CANARY_PROMPTS,
+                max_model_len=max(max_model_len, vllm_cases.CANARY_TOKENS),
                 max_num_batched_tokens=max(8192, max_model_len),
                 # A CPU cannot split the prompt of a seeded request.
                 enable_chunked_prefill=self.on_gpu,
@@ -265,8 +258,7 @@ class Engine:
                 # Autotuning is slow, and its choice of kernels is not reproducible.
                 enable_flashinfer_autotune=False)
             vllm_cases.refuse_or_repair(self.vllm_model, dtype, self.tensor_names)
-            prompts = [[0] * CANARY_PROMPT_TOKENS] * CANARY_PROMPTS
-            self.sample_beside(prompts, CANARY_NEW_TOKENS)  # what vLLM cannot compute fails here
+            self.sample_beside([[0, 0]], 2)  # a model that vLLM cannot compute fails here
         Engine.live = self
 
     def _start(self, **arguments: Any) -> None:
@@ -423,7 +415,7 @@ class Engine:
             raise EngineStateError("sleep needs finished rollouts, or an engine that holds them"
                                    f" over a load; there are {self.num_unfinished} others")
         if self.on_gpu:
-            self.llm.sleep(level=2, mode="keep")  # of vLLM's queue; no matter of `inflight_keep`
+            self.llm.sleep(level=2, mode="keep")  # vLLM's queue is kept; not `inflight_keep`
             self._memory_released = True
         self.state = "asleep"
 

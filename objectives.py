@@ -15,7 +15,7 @@ multiplies by its mask. A surrogate's mask is 0 on rejected tokens, too.
 from collections.abc import Callable
 from functools import partial
 from math import exp
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange, reduce
@@ -25,15 +25,6 @@ MAX_LOG_WEIGHT = 20.0  # exp(20) is 5e8: beyond it a sequence weight says only "
 
 
 # ---------------------------------------------------------------------------------- advantages
-class TokenLogprobs(Protocol):
-    """What advantages may use of a batch, (B, T) each: its log-probabilities before the update."""
-
-    mask: Tensor
-    old_logprobs: Tensor
-    behavior_logprobs: Tensor
-    ref_logprobs: Tensor | None  # with a reference policy only
-
-
 def centre(scores: Tensor, group_size: int) -> Tensor:
     """R - mean_group, exactly 0 for equal scores: (B,), B = P * group_size -> (P, group_size).
 
@@ -51,11 +42,12 @@ def centre(scores: Tensor, group_size: int) -> Tensor:
 
 
 def group_advantages(
-    scores: Tensor, group_size: int, batch: TokenLogprobs, divide_by_std: bool = True
+    scores: Tensor, group_size: int, batch: Any, divide_by_std: bool = True
 ) -> Tensor:
     """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
 
-    It is exactly 0 for equal scores. `batch` is not used: every row of OBJECTIVES gets it.
+    It is exactly 0 for equal scores. `batch`, the rl.Batch before the update, is not used: every
+    advantage function gets it, for its log-probabilities, mask, `extra` and rollouts.
 
     Shapes: scores (B,) in float64, B = P * group_size, group-major -> (B, 1) in float32.
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300; Dr. GRPO, Liu et al. 2025, arXiv 2503.20783.
@@ -148,7 +140,7 @@ class Objective(NamedTuple):
 
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]
     normalizer: Normalizer = "token"
-    advantages: Callable[[Tensor, int, TokenLogprobs], Tensor] = group_advantages
+    advantages: Callable[[Tensor, int, Any], Tensor] = group_advantages
     clip: Clip = (0.2, 0.2)
 
 

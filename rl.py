@@ -514,7 +514,7 @@ class Optimizer:
                        for name in ("exp_avg", "exp_avg_sq")}
             step = torch.zeros((), device=device or master.device)
             self.adamw.state[master] = {"step": step} | moments
-        first = next(model.parameters())  # of the model itself: its adapters are in fp32
+        first = next(model.parameters())  # the model's own one: adapters are in fp32
         self.scaler = torch.amp.GradScaler(first.device.type, enabled=first.dtype == torch.float16)
         for parameter, master in self.rounded:  # a gradient goes to its master once it is computed
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))

@@ -11,7 +11,6 @@ and the files of extras/; extras/__init__.py says how an option enters a run.
 """
 
 import report  # noqa: F401  # isort: skip  # it names packages that are missing
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,38 +30,15 @@ import verify
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, Source, reseed
 from extras import Flat
 from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
+from report import files
 from report import metrics as of_step
 from report.clock import Clock
 from report.curves import draw_at_evaluation
-from report.errors import (
-    LARGEST,
-    MANY,
-    SMALLEST,
-    Count,
-    Positive,
-    Range,
-    check_ranges,
-    end_of_process,
-    exit_with_message,
-    locked,
-    noted,
-    printable,
-    replace_file,
-    stage,
-    stop_on_signals,
-)
-from report.files import TABLES, append_rows, record_of, refuse_used_folder, save_checkpoint
+from report.errors import end_of_process, exit_with_message, locked, noted, stage, stop_on_signals
 from report.log import answer_line, call_reports, log, settings_lines
 from report.metrics import further
-from rl import (
-    Batch,
-    EngineWeights,
-    Minibatches,
-    Optimizer,
-    Policy,
-    in_micro_batches,
-    make_batch,
-)
+from report.ranges import MANY, Count, Name, NotNegative, Positive, Range, check_ranges
+from rl import Batch, Minibatches, Optimizer, Policy, in_micro_batches, make_batch
 from tasks import Problem, Task
 from tasks.job import digests, find_job, teach_toy
 from verify.settings import of_trainer
@@ -76,17 +52,17 @@ class Config(extras.ByName):
     two CPU cores.
     """
 
-    out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
+    out: Name = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
     # Decides the toy, the held-out split, the problems and the samples.
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
     steps: Annotated[int, Range(0, 999_999)] = 60
-    model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
+    model: Name = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
     # `toy` (addition), `digits`; a file of rows with a question and an answer (JSON lines, a JSON
     # array or CSV, each also as .gz; parquet); a dataset: a folder, or NAME or NAME:CONFIG on a
     # hub; a Python file with `sample` or `problems`, and `reward` or `rewards`.
-    task: str = "toy"
-    # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
+    task: Name = "toy"
+    # The model's, on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     checkpoint_every: Count = 20  # Steps between checkpoints, and after the last; two are kept.
     # What is sampled.
@@ -95,7 +71,7 @@ class Config(extras.ByName):
     group_size: Annotated[int, Range(2, 2**16)] = 8
     # Longest response in tokens; the toy answers with 5, its end included.
     max_new_tokens: Count = 8
-    # Of sampler and trainer; at 1, raw and processed values are equal.
+    # Sampler and trainer have it; at 1, raw and processed values are equal.
     temperature: Annotated[float, Range(0.01, 2)] = 0.7
     # What is learnt from it.
     objective: Literal[tuple(OBJECTIVES)] = "grpo"  # Formulas and sources in objectives.py.
@@ -103,10 +79,9 @@ class Config(extras.ByName):
     two_policy: bool = False
     # Lower clip distance; if not given, the objective's usual one.
     clip_low: Annotated[float | None, Range(0, 1)] = None
-    # Upper clip distance (cispo: the absolute cap); as clip_low.
-    clip_high: Positive | None = None
+    clip_high: Positive | None = None  # Upper one (cispo: the absolute cap); as clip_low.
     # Weight of the KL to the initial policy, a frozen copy of it in memory.
-    kl_coef: Annotated[float, Range(0, LARGEST)] = 0.0
+    kl_coef: NotNegative = 0.0
     # k3: the gradient of the estimator alone, as in GRPO; on policy it is that of KL(ref || pi).
     # exact: of KL(pi || ref), by the ratio, as in TRL.
     kl_gradient: Literal["k3", "exact"] = "k3"
@@ -125,10 +100,10 @@ class Config(extras.ByName):
     lr_decay: Literal["linear", "none"] = "linear"  # To zero after the last step, or a constant lr.
     # The engine.
     # Size of the KV cache; fixed: the trainer needs the free memory.
-    kv_cache_gib: Annotated[float, Range(SMALLEST, 1e6)] = 0.25
+    kv_cache_gib: Annotated[float, Range(1e-30, 1e6)] = 0.25
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait.
-    # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
-    block_size: Annotated[int | None, Range(16, MANY)] = None
+    # Tokens per KV block, on a CPU a multiple of 32; if not given, vLLM's (CPU 128, GPU 16).
+    block_size: Annotated[int | None, Range(16, MANY, step=16)] = None
     # Evaluation.
     eval_every: Count = 20  # Steps between evaluations, also before the first step and at the end.
     # Held-out problems per evaluation (or all there are): always the same, chosen by the seed.
@@ -142,13 +117,9 @@ class Config(extras.ByName):
     extra: Flat[extras.Options] = field(default_factory=extras.Options)
 
     def __post_init__(self):
-        printable(self, "out", "model", "task")
         check_ranges(self)
         objective = OBJECTIVES[self.objective]
         rows = self.num_prompts * self.group_size
-        if self.block_size and self.block_size % 16:
-            raise ValueError("block_size must be a multiple of 16 (vLLM's CPU build: of 32), got"
-                             f" {self.block_size}")
         if self.clip_low is not None and objective.clip[0] is None:
             raise ValueError(f"clip_low must not be given with {self.objective} (it has an upper"
                              f" cap only), got {self.clip_low}")
@@ -197,13 +168,6 @@ class Config(extras.ByName):
 
 
 # ---------------------------------------------------------------------------------- a run
-# batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean counts
-# (B, T)
-TokenFilter = Callable[[Batch], tuple[Tensor, Tensor]]
-# policy, optimizer, micro-batch -> log-probabilities of the ratio's denominator (b, T)
-Denominator = Callable[[Policy, Optimizer, Batch], Tensor]
-
-
 @dataclass
 class Run(extras.OneOwner):
     """What a run is put together from: its job, and parts. The `install` of an extra replaces a
@@ -211,7 +175,7 @@ class Run(extras.OneOwner):
     """
 
     config: Config
-    folder: str  # of the model
+    folder: str  # the model's
     task: Task
     sampling: Sampling
     advantages: Callable[[Tensor, int, Batch], Tensor]  # the objective's; an extra may wrap it
@@ -221,17 +185,20 @@ class Run(extras.OneOwner):
     policy: dict[str, Any]  # arguments of Policy
     # Each row of metrics.jsonl, after its checkpoint: what only reports, and ends no run.
     reports: list[Callable]
-    send: EngineWeights | None = None  # what the engine gets of the weights
+    send: Callable | None = None  # the rl.EngineWeights
     optimizer: Callable = Optimizer
     engine_kind: type[Engine] = Engine
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of its class
-    further: dict[str, Any] = field(default_factory=dict)  # and of vLLM
+    further: dict[str, Any] = field(default_factory=dict)  # arguments of vLLM
     checks_kind: type[verify.Checks] = verify.Checks
-    source: Callable = Source  # of rollouts
-    token_filter: TokenFilter | None = None
-    denominator: Denominator | None = None  # in place of old_logprobs or behavior_logprobs
+    source: Callable = Source  # where rollouts come from
+    # batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean
+    # counts (B, T)
+    token_filter: Callable | None = None
+    # policy, optimizer, micro-batch -> log-probabilities of the ratio's denominator (b, T)
+    denominator: Callable | None = None
     further_files: dict[str, str] = field(default_factory=dict)  # digests, for --resume
-    find_start: Callable = refuse_used_folder  # the run; may set `checkpoint`
+    find_start: Callable = files.refuse_used_folder  # the run; may set `checkpoint`
     # The state.pt from which the run goes on, with its `folder`.
     checkpoint: dict[str, Any] | None = None
     # The run, the model, and the folder that is written: OUT/policy, a checkpoint's.
@@ -248,7 +215,7 @@ class Run(extras.OneOwner):
     evaluations: list[Callable] = field(default_factory=list)  # see `evaluate`
     writers: list[Callable] = field(default_factory=list)  # each row, before its checkpoint
     at_end: list[Callable] = field(default_factory=list)  # no argument: after the policy is saved
-    endings: dict[str, str] = field(default_factory=dict)  # of a step's line, see report/log.py
+    endings: dict[str, str] = field(default_factory=dict)  # what a step's line says: report/log.py
 
     @property
     def out(self) -> Path:
@@ -337,19 +304,18 @@ def first_load(run: Run, policy: Policy, engine: Engine) -> Sides:
         run.load_weights(policy.model, run.checkpoint["folder"])
         sides.load_state_dict(run.checkpoint)
     else:
-        for table in TABLES:
-            replace_file(run.out / table, "")
+        files.empty_tables(run.out)
     weights = policy.weights()
     engine.load(weights)
     checks.prove(weights)
     checks.run_canary(policy)
     checks.compare_with_stated(policy, run.task.train, run.sampling, run.not_stated)
     settings = of_trainer(policy)
-    record = record_of(run, settings, engine)
+    record = files.record_of(run, settings, engine)
     print(settings_lines(settings, engine.settings))
     for prepare_first_step in run.at_begin:
         prepare_first_step(sides, record)
-    replace_file(run.out / "config.json", json.dumps(record, indent=2))
+    files.write_record(run.out, record)
     return sides
 
 
@@ -378,11 +344,11 @@ def train(sides: Sides) -> None:
 def finish_step(sides: Sides, row: dict[str, Any]) -> None:
     """First what a resumed run needs, then what only reports."""
     run, step = sides.run, row["step"]
-    append_rows(run.out / "metrics.jsonl", [row])
+    files.append_rows(run.out / "metrics.jsonl", [row])
     for write in run.writers:
         write(row)
     if step and (step == run.config.steps or step % run.config.checkpoint_every == 0):
-        save_checkpoint(sides, step)
+        files.save_checkpoint(sides, step)
     log(run, row)
 
 
@@ -473,7 +439,7 @@ def train_step(sides: Sides, step: int) -> Step:
 
 # ---------------------------------------------------------------------------------- update
 def with_loss_terms(
-    batch: Batch, minibatches: Minibatches, config: Config, token_filter: TokenFilter | None
+    batch: Batch, minibatches: Minibatches, config: Config, token_filter: Callable | None
 ) -> Batch:
     """The batch with the ratio's denominator, the correction, which tokens have a policy gradient,
     and the weights of the loss."""
@@ -498,8 +464,8 @@ def with_loss_terms(
 
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
-    config: Config, lr: float, token_filter: TokenFilter | None = None,
-    denominator: Denominator | None = None,
+    config: Config, lr: float, token_filter: Callable | None = None,
+    denominator: Callable | None = None,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
@@ -581,7 +547,7 @@ def answer_held_out(
         problems, rollouts, len(problems), num_samples, source.engine.weight_version)
     rows = [{"step": step, "mode": mode} | row
             for row in run.task.score(problems, rollouts, evaluates=True)]
-    append_rows(run.out / "samples.jsonl", rows)
+    files.append_rows(run.out / "samples.jsonl", rows)
     return rollouts, rows
 
 

@@ -17,8 +17,9 @@ from packaging.requirements import Requirement
 
 # The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
 ALLOWED_VLLM = (0, 26), (0, 33)
-# The canary's rows: at least so many tokens, beside those of a run.
+# The canary's rows, beside those of a run, and the fewest tokens of one.
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
+CANARY_TOKENS = CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS
 
 
 class EngineStateError(RuntimeError):

@@ -8,34 +8,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any
 
 MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values that an option may have: `Annotated[int, Range(0, 9)]`."""
-
-    low: float
-    high: float
-
-
-Count = Annotated[int, Range(1, MANY)]
-Positive = Annotated[float, Range(SMALLEST, LARGEST)]
-
-
-def check_ranges(options: Any) -> None:
-    """Raises: ValueError by `within` for an option outside the Range of its type."""
-    for option in fields(options):
-        for kind in (option.type, *get_args(option.type)):
-            for rule in getattr(kind, "__metadata__", ()):
-                if isinstance(rule, Range):  # tyro has marks of its own there
-                    within(options, rule.low, rule.high, option.name)
 
 
 def within(options: Any, low: float, high: float, *names: str) -> None:

@@ -17,7 +17,7 @@ from zipfile import ZipFile
 
 import torch
 
-from report.errors import stage
+from report.errors import replace_file, stage
 
 TABLES = "metrics.jsonl", "samples.jsonl"
 # COMMIT[-dirty] or nothing. At the import, because the files may change before a run begins.
@@ -114,6 +114,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     with stage(f"reading {path}"):
         lines = path.read_text().split("\n") if path.exists() else [""]
         return [json.loads(line) for line in lines[:-1]]
+
+
+def empty_tables(out: Path) -> None:
+    """For a new run."""
+    for table in TABLES:
+        replace_file(out / table, "")
+
+
+def write_record(out: Path, record: dict[str, Any]) -> None:
+    replace_file(out / "config.json", json.dumps(record, indent=2))
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from helpers import ROOT, python
 MAY_IMPORT = {
     "grpo": "verify", "objectives": "", "report": "objectives", "model_folder": "report", "vllm_cases": "",
     "tasks": "model_folder report", "engine_adapter": "model_folder report tasks vllm_cases",
-    "rl": "engine_adapter objectives", "verify": "engine_adapter report rl tasks vllm_cases",
+    "rl": "engine_adapter model_folder objectives", "verify": "engine_adapter report rl tasks vllm_cases",
     "train": "engine_adapter extras model_folder objectives report rl tasks verify vllm_cases",
     "extras": "engine_adapter model_folder objectives report rl tasks verify vllm_cases",
     "examples": "engine_adapter extras model_folder objectives report rl tasks verify",

@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_adapter import (
-    CANARY_NEW_TOKENS,
-    CANARY_PROMPT_TOKENS,
-    CANARY_PROMPTS,
-    SETTINGS,
-    Engine,
-    Rollout,
-)
+from engine_adapter import SETTINGS, Engine, Rollout
 from rl import Body, Policy, make_batch
 from verify.decode import disagreement
 from verify.head import checked_body
 from verify.own_noise import UNMEASURED, Compared, measure
 from verify.settings import AuditError
-from vllm_cases import WeightLoadError, expert_layers
+from vllm_cases import (
+    CANARY_NEW_TOKENS,
+    CANARY_PROMPT_TOKENS,
+    CANARY_PROMPTS,
+    WeightLoadError,
+    expert_layers,
+)
 
 # Largest mean |trainer - engine| in fp32, in nats: the two agree to 1e-5. In 16 bits the limit is
 # measured (own_noise.py).

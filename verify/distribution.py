@@ -9,13 +9,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from engine_adapter import CANARY_NEW_TOKENS, CANARY_PROMPTS, Engine, Rollout, Sampling
+from engine_adapter import Engine, Rollout, Sampling
 from rl import Batch, Policy
 from verify.canary import NATS
 from verify.head import checked_logits
 from verify.own_noise import UNMEASURED, attempted
 from verify.parity import NEUTRAL, SIXTEEN, drawn_from, twice_as_precise
 from verify.settings import AuditError
+from vllm_cases import CANARY_NEW_TOKENS, CANARY_PROMPTS
 
 
 def sampled(

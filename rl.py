@@ -302,7 +302,8 @@ class HeadGradient(torch.autograd.Function):
         head, gradient = ctx.head, gradient[:, None]
         hidden_grads, weight_grad = [], None
         if ctx.needs_input_grad[1]:  # not with adapters
-            weight_grad = torch.zeros_like(head.weight, dtype=torch.float32)
+            wide = torch.promote_types(head.dtype, torch.float32)
+            weight_grad = torch.zeros_like(head.weight, dtype=wide)
         bias_grad = None if head.bias is None else 0.0
         for rows in head.chunks(len(hidden)):
             affine = head.affine(hidden[rows])  # (n, V)

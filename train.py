@@ -117,7 +117,7 @@ class Config(extras.ByName):
     # The engine.
     kv_cache_gib: float = 0.25  # Size of the KV cache; fixed: the trainer needs the free memory.
     max_num_seqs: int = 512  # Sequences the engine decodes at once; the others wait.
-    block_size: int | None = None  # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
+    block_size: int | None = None  # Tokens per KV block; if not given 16 (GPU), 128 or 32 (CPU).
     # Evaluation.
     eval_every: int = 20  # Steps between evaluations, also before the first step and at the end.
     # Held-out problems per evaluation (or all there are): always the same, chosen by the seed.

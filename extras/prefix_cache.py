@@ -1,7 +1,7 @@
 """`--prefix-cache`: vLLM's prefix cache, which finds no block of other weights.
 
-On by default, because the answers to a prompt then share its keys and values, and no value changes
-(docs/fixes.md).
+On by default: the answers to a prompt share its keys and values, which changes values at most by
+rounding (docs/fixes.md).
 """
 
 from functools import partial
@@ -11,7 +11,6 @@ import torch
 
 from extras import Extra
 
-SMALLEST = 32  # tokens of a KV block of vLLM's CPU build
 RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}  # of transformers' layer_types
 
 
@@ -35,11 +34,13 @@ class Options(Extra):
 
 def share_prompts(run: Any, model: torch.nn.Module) -> None:
     """The weight version enters the key of each block (vLLM's `cache_salt`)."""
-    config, on_gpu = model.config.get_text_config(), torch.cuda.is_available()
+    config = model.config.get_text_config()
+    on_gpu = torch.cuda.is_available()
     recurrent = RECURRENT & {*(getattr(config, "layer_types", None) or ())}
     uncached_by_vllm = hasattr(config, "kv_lora_rank") and not on_gpu
-    block_size = run.config.block_size or (None if on_gpu else SMALLEST)
-    too_short = max(map(len, run.task.prompts)) <= (block_size or 16)  # vLLM's smallest on a GPU
+    # vLLM's own choice on a GPU is 16 or more; 32 is the smallest of its CPU build.
+    block_size = run.config.block_size or (None if on_gpu else 32)
+    too_short = max(map(len, run.task.prompts)) <= (block_size or 16)
     if recurrent or uncached_by_vllm or too_short or not run.engine_kind.copies_weights:
         return
     run.further["enable_prefix_caching"] = True

@@ -131,8 +131,8 @@ class ParityFlags:
     # Semantics, engine. On: log-probabilities of the distribution that the sampler drew from
     # (temperature applied). Off: raw ones.
     processed_logprobs: bool = True
-    # Inference path, engine. On: no prefix caching and no async scheduling. Off: V1's defaults, and
-    # a load does not clear the cache (on a GPU the sleep before it does).
+    # Inference path, engine. On: no prefix cache, or one keyed by the weight version, and no async
+    # scheduling. Off: V1's defaults; a load does not clear the cache (on a GPU the sleep does).
     uncached_runtime: bool = True
     # Inference path, engine. On: a weight update keeps unfinished requests and their KV cache. Off:
     # V1's pause, which aborts them; they start again. (V1 also clears the prefix cache; here only
@@ -291,9 +291,9 @@ class Engine:
         return cls(
             run.folder, policy.weights().keys(), config.parity, dtype=getattr(torch, config.dtype),
             seed=config.seed, max_model_len=run.max_model_len, kv_cache_gib=config.kv_cache_gib,
-            max_num_seqs=config.max_num_seqs, block_size=config.block_size,
-            allow_untested_vllm=config.checks.allow_untested_vllm, further=run.further,
-            **run.engine)
+            max_num_seqs=config.max_num_seqs, further=run.further,
+            allow_untested_vllm=config.checks.allow_untested_vllm,
+            **{"block_size": config.block_size} | run.engine)
 
     # ------------------------------------------------------------------------------ sampling
     def generate(

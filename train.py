@@ -102,7 +102,7 @@ class Config(extras.ByName):
     # Size of the KV cache; fixed: the trainer needs the free memory.
     kv_cache_gib: Annotated[float, Range(1e-30, 1e6)] = 0.25
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait.
-    # Tokens per KV block, on a CPU a multiple of 32; if not given, vLLM's (CPU 128, GPU 16).
+    # Tokens per KV block, on a CPU a multiple of 32; if not given 16 (GPU), 128 or 32 (CPU).
     block_size: Annotated[int | None, Range(16, MANY, step=16)] = None
     # Evaluation.
     eval_every: Count = 20  # Steps between evaluations, also before the first step and at the end.

@@ -64,12 +64,11 @@ def name_idle(sides: Any, record: dict[str, Any]) -> None:
     run, engine = sides.run, sides.engine
     config, parity = run.config, run.config.parity
     block = engine.settings.get("block_size", 0)  # transformers has no blocks
-    shares = "prefix_cache" in config.given  # never without uncached_runtime
     idle = [
         # The last token is always computed.
-        ((shares or not parity.uncached_runtime) and engine.wanted["enable_prefix_caching"]
+        (not parity.uncached_runtime and engine.wanted["enable_prefix_caching"]
          and max(map(len, run.task.prompts)) <= block,
-         "prefix_cache" if shares else "uncached_runtime: of its settings the prefix cache",
+         "uncached_runtime: of its settings the prefix cache",
          f"no prompt is longer than a block of {block} tokens; try --block-size 32"),
         (not parity.processed_logprobs and config.temperature == 1
          and not {"top_k", "top_p", "min_p"} & config.given,

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from gpu_path import RUNNER
 from helpers import (  # before torch: it sets the number of threads
+    LONG,
     OWN_PROCESS,
     PYTHON,
     SHIFT,
@@ -121,12 +122,13 @@ def policy() -> Policy:
 # ------------------------------------------------------------------------------------------------ a small run
 @pytest.fixture(scope="session")
 def good(tmp_path_factory) -> Path:
-    """A folder with all that a run needs: model/, task.jsonl, task.py."""
+    """A folder with all that a run needs: model/, task.jsonl, task.py, and long.py with long prompts."""
     root = tmp_path_factory.mktemp("good")
     qwen2(tied=True).save_pretrained(root / "model")
     toy_tokenizer().save_pretrained(root / "model")
     (root / "task.jsonl").write_text("\n".join(map(json.dumps, TASK)))
     (root / "task.py").write_text(PYTHON)
+    (root / "long.py").write_text(LONG)
     return root
 
 

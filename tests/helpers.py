@@ -431,6 +431,8 @@ def reward(problem, response):
         os.kill(os.getppid(), int(os.environ["SIGNAL"]))
     return float(len(response) % 3)
 '''
+# Prompts of 37 tokens: they fill a block of the KV cache.
+LONG = PYTHON.replace('f"{number}+1="', 'f"{number:02d}" * 18 + "="')
 
 
 def command(root: Path, options: str, *more: str) -> list[str]:

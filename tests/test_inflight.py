@@ -9,6 +9,7 @@ import torch
 from helpers import (
     AT_PARITY,
     ROUNDING,
+    VERSIONED,
     command,
     drawn_ids,
     floors,
@@ -197,9 +198,10 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
         assert fresh < AT_PARITY < 100 * AT_PARITY < stale
 
 
-def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(engine_folder):
+@pytest.mark.parametrize("cache", [{}, VERSIONED])
+def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(engine_folder, cache):
     """The small cache holds about half of the running rollouts, so vLLM preempts some."""
-    with backend(engine_folder, block_size=32, kv_cache_gib=0.0006) as (policy, engine):
+    with backend(engine_folder, block_size=32, kv_cache_gib=0.0006, **cache) as (policy, engine):
         prompts = [[5, 6, 7 + number] for number in range(8)]
         for number, prompt in enumerate(prompts):
             engine.submit(prompt, 2, ENDLESS, number)

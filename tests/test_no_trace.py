@@ -3,31 +3,28 @@
 from itertools import chain
 
 import pytest
-from helpers import PYTHON, ROUNDING, rows_of_run, timeless
+from helpers import ROUNDING, rows_of_run, timeless
 
 pytestmark = pytest.mark.engine
 WORKLOAD = ("--num-prompts 8 --group-size 4 --eval-problems 4 --steps 3 --lr 1e-3 --eval-every 3 --max-new-tokens 7"
             " --task {root}/task.py ")
 # Ten places for groups of four: some rollouts are unfinished at every update.
 IN_FLIGHT = "--inflight-groups 6 --max-num-seqs 10 "
-# Prompts that fill a block of the KV cache and come again in later steps: a request of a measurement leaves blocks that
-# later steps read.
-LONG = PYTHON.replace('f"{number}+1="', 'f"{number:02d}" * 18 + "="')
-STALE = "--task {long} --block-size 32 --parity.no-uncached-runtime "
+# Prompts come again in later steps: a request of a measurement leaves blocks that later steps read.
+STALE = "--task {root}/long.py --block-size 32 --parity.no-uncached-runtime "
 MEASUREMENTS = " --probe-every 1 --self-noise-every 1 --eval-trainer-alone"
 ARMS = {
     "parity": "",
     "in flight, stale prefix cache": IN_FLIGHT + STALE,
     "V1's defaults, stale prefix cache": STALE + "--parity.no-processed-logprobs --parity.no-fp32-head",
-    "bfloat16, mask": "--dtype bfloat16 --top-p 0.9",
+    "bfloat16, mask, versioned cache": "--task {root}/long.py --dtype bfloat16 --top-p 0.9",
 }
 OWN = {"probe", "self_noise_abs_mean", "eval_reward_trainer_alone", "eval_reward_trainer_alone_left_out"}
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_other_figure_is_equal_with_and_without_measurements(good, tmp_path, capsys, arm):
-    (tmp_path / "long.py").write_text(LONG)
-    options, found = WORKLOAD + ARMS[arm].replace("{long}", str(tmp_path / "long.py")), []
+    options, found = WORKLOAD + ARMS[arm], []
     for name, more in ("plain", ""), ("measured", MEASUREMENTS):
         rows_of_run(good, tmp_path / name, options + more)
         found.append(timeless(tmp_path / name))

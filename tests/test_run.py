@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import config_of, python, qwen2
+from helpers import RECURRENT, config_of, python, qwen2, small_model
 
-from engine_adapter import ParityFlags
+from engine_adapter import Engine, ParityFlags
 from extras.notices import name_idle
-from extras.transformers_engine import engine_for
+from extras.transformers_engine import TransformersEngine, engine_for
 from report.clock import Clock
 from report.errors import end_of_process
 from rl import Policy
@@ -35,13 +35,30 @@ def test_a_switch_that_can_change_nothing_is_named(capsys):
         (off, {}, ["inflight_keep", "fp32_head"]), (off, {"inflight_groups": 1, "dtype": "bfloat16"}, []),
         (raw, {"temperature": 0.7}, []), (raw, {"temperature": 1.0}, ["processed_logprobs"]),
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
-        (ParityFlags(), {"prefix_cache": "versioned"}, ["prefix_cache"]),
     ):  # fmt: skip
-        engine = SimpleNamespace(settings={"block_size": 16}, wanted={"enable_prefix_caching": True})
+        engine = SimpleNamespace(settings={"block_size": 16})
         run = SimpleNamespace(config=config_of(parity, **changes), task=task)
         name_idle(SimpleNamespace(run=run, engine=engine), {})
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
+
+
+def test_prompts_share_a_versioned_cache_wherever_it_is_right():
+    def asked(name="Qwen2", longest=33, kind=Engine, **options):
+        config, task = config_of(**options), SimpleNamespace(prompts=[[0], [0] * longest])
+        run = SimpleNamespace(config=config, task=task, with_model=[], further={}, engine={}, engine_kind=kind)
+        config.extra.prefix_cache.install(run)
+        for change in run.with_model:
+            change(small_model(name))
+        assert run.further == ({"enable_prefix_caching": True} if run.engine else {})
+        return run.engine.get("block_size", 0)
+
+    usual, latent = (None, None) if torch.cuda.is_available() else (32, 0)  # None: vLLM's. 0: there is no cache
+    assert [asked(), asked("Gemma2"), asked("DeepseekV3")] == [usual, usual, latent]
+    assert (asked(block_size=16), asked(longest=400, block_size=128)) == (16, 128)
+    without = [asked(longest=16), asked(block_size=48), asked(prefix_cache="off"), asked(kind=TransformersEngine),
+               asked(parity=ParityFlags(uncached_runtime=False)), *map(asked, (*RECURRENT, "Lfm2"))]
+    assert without == [0] * len(without)
 
 
 def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache():

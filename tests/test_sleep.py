@@ -2,12 +2,12 @@
 
 import pytest
 from gpu_path import lossy_sleep
-from helpers import rows_of_run, timeless
+from helpers import read_json, rows_of_run, timeless
 
 IN_FLIGHT = "--inflight-groups 4 --max-num-seqs 12 --max-new-tokens 40 --temperature 2 --parity.no-inflight-keep "
 JOBS = {
     "abort": IN_FLIGHT, "recompute": IN_FLIGHT + "--variants recompute",
-    "versioned cache": "--prefix-cache versioned --block-size 32",
+    "versioned cache": "--task {root}/long.py",
 }  # fmt: skip
 
 
@@ -25,3 +25,4 @@ def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_t
     assert rows == timeless(tmp_path / "loses")
     assert (rows[-1].get("tokens_wasted", 0) > 0) == (job == "abort")
     assert sum(row["updates"] for row in rows[1:]) > 4
+    assert read_json(tmp_path / "loses/config.json")["audit"]["enable_prefix_caching"] == (job == "versioned cache")

@@ -5,7 +5,17 @@ import re
 
 import pytest
 import torch
-from helpers import SIXTEEN, close_live_engine, drawn_ids, exit_status, policy_in, policy_of, small_model, started
+from helpers import (
+    SIXTEEN,
+    close_live_engine,
+    drawn_ids,
+    exit_status,
+    policy_in,
+    policy_of,
+    refusal,
+    small_model,
+    started,
+)
 
 import verify
 from probe.__main__ import main
@@ -95,3 +105,12 @@ def test_recurrent_layers_are_refused_in_a_sentence(tmp_path):
     policy = policy_of(tmp_path, "FalconH1")
     with pytest.raises(ValueError, match="must have no recurrent layers"):
         compare_layers(policy, None, *REQUESTS)
+
+
+@pytest.mark.parametrize("words, said", [
+    ("diagnose trace.npz", "Available subcommands: layers"),  # which was
+    ("layers --model {root}/none", "error: loading the model in {root}/none failed"),
+    ("layers --model {root} --prompt-tokens 0", "prompt_tokens must be in [1,"),
+])  # fmt: skip
+def test_bad_input_is_refused_by_name_before_vllm_starts(tmp_path, capsys, words, said):
+    assert said.format(root=tmp_path) in refusal(words.format(root=tmp_path).split(), capsys, main)

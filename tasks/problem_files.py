@@ -4,7 +4,6 @@ What is wrong with a file is a ValueError that names it.
 """
 
 import csv
-import gzip
 import json
 import os
 import random
@@ -183,16 +182,17 @@ def read_rows(name: str) -> tuple[Rows, Rows]:
     007 as 7.
     """
     if not os.path.isdir(name) and (
-            os.path.isfile(name) or re.search(r"\.(jsonl?|[ct]sv|parquet)(\.gz)?$", name)):
+            os.path.isfile(name) or re.search(r"\.(jsonl?|[ct]sv|parquet)$", name)):
         return read_file(name), []
     from huggingface_hub import snapshot_download
 
     path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
-    reach_hub(path)
-    with stage(f"loading the dataset {name} (task must be toy, digits, a .py file, a file of rows,"
-               " or a dataset: a folder or a reachable hub name; pip install datasets)"):
+    with stage(f"loading the dataset {name} (task must be toy, digits, a .py file such as"
+               " examples/countdown.py, a file of rows, or a dataset: a folder or a reachable hub"
+               " name; pip install datasets)"):
         import datasets
 
+        reach_hub(path)
         if not os.path.exists(path):
             path = snapshot_download(path, repo_type="dataset")
         if re.search(r"[][?*]", os.path.realpath(path)):
@@ -250,15 +250,14 @@ def refuse_lossy(name: str, features: dict[str, Any]) -> None:
 
 
 def read_text(path: str) -> Rows:
-    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too."""
+    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
-    opened = gzip.open if path.lower().endswith(".gz") else open
-    what = (f"reading {path} (rows that are no text must be .parquet: unpack .parquet.gz, convert"
-            " .arrow) as UTF-8")
-    with stage(what), opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+    what = (f"reading {path} (rows that are no text must be .parquet: unpack .gz, convert .arrow)"
+            " as UTF-8")
+    with stage(what), open(path, encoding="utf-8-sig", newline="") as file:
         text = file.read()
-    if table := re.search(r"\.(csv|tsv)(\.gz)?$", path.lower()):
+    if table := re.search(r"\.(csv|tsv)$", path.lower()):
         csv.field_size_limit(2**31 - 1)  # a cell can contain all tests of a program
         cells = csv.DictReader(StringIO(text, newline=""), restkey="", strict=True,
                                delimiter="," if table[1] == "csv" else "\t")

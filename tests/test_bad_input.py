@@ -87,7 +87,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 LINE, (SAMPLE, REWARD) = json.dumps(TASK[0]), PYTHON.split("def reward")
 TASKS = {  # by the file's name and the case
     "a.jsonl empty": ("\n\n", "has none"), "a.jsonl latin-1": ("\xe4", "as UTF-8 failed: UnicodeDecodeError"),
-    "a.arrow": ("\xff", "must be .parquet: unpack .parquet.gz, convert .arrow) as UTF-8"),
+    "a.jsonl.gz": ("\xff", "must be .parquet: unpack .gz, convert .arrow) as UTF-8"),
     "a.jsonl twins": ('{"x": {"question": "1", "question": "2"}}', "must have each column once, got two question"),
     "a.csv twins": ("answer,question,answer,,\n1,2,3,,", "must have each column once, got two answer"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),

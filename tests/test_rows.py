@@ -1,6 +1,5 @@
 """Rows as other people have them: formats, columns, what cannot be read, and the order in which problems come."""
 
-import gzip
 import json
 import random
 import re
@@ -42,9 +41,8 @@ CELLS = ['q{},"{}"'.format(n, each.replace('"', '""')) for n, each in enumerate(
 TABLE = "\r\n".join(["question,answer", *CELLS])
 FILES = {
     "train.csv": TABLE + ",",  # an empty cell too many is no answer
-    "train-00000-of-00001.tsv.gz": re.sub(r"(?m)^(\w+),", r"\1\t", TABLE),
+    "train-00000-of-00001.tsv": re.sub(r"(?m)^(\w+),", r"\1\t", TABLE),
     "data/train/a.jsonl": "\ufeff" + "\r\n".join(LINES), "train.json": f"[{','.join(LINES)}]",
-    "train.jsonl.gz": "\n".join(LINES),
 }  # fmt: skip
 SAME = """def reward(problem, response):
     assert type(problem.row["answer"]).__name__ in ("str", "int", "float", "bool", "list", "dict")
@@ -60,8 +58,7 @@ def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp
     (folder.parents[1] / "refs" / "main").write_text("1.jsonl")
     path = folder / name
     path.parent.mkdir(parents=True)
-    content = FILES[name].encode()
-    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    path.write_bytes(FILES[name].encode())
     (tmp_path / "mine.py").write_text(SAME)
     for each in ("me/set" if name == "train.json" else folder, folder, path):
         task = task_of(each, reward=str(tmp_path / "mine.py"))
@@ -131,9 +128,8 @@ def test_rows_that_cannot_be_read_or_contradict_each_other_are_refused_or_droppe
 
 
 def test_files_of_rows_that_are_in_no_split_are_named(tmp_path, capsys):
-    for name in ("train.jsonl.gz", "test.jsonl", "hard.jsonl", "more.csv", "dataset_info.json", "notes.txt"):
-        line = json.dumps({"question": name, "answer": 1}).encode()
-        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    for name in ("train.jsonl", "test.jsonl", "hard.jsonl", "more.csv", "dataset_info.json", "notes.txt"):
+        (tmp_path / name).write_text(json.dumps({"question": name, "answer": 1}))
     assert len(task_of(tmp_path).problems) == 2
     assert f"notice: NOT READ in {tmp_path} are 2 files, such as {tmp_path}/hard.jsonl: " in capsys.readouterr().out
 

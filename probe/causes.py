@@ -28,8 +28,7 @@ NO_MASK = Cause("semantics", "mask applied by the sampler and not by the trainer
 PREFIX = Cause("inference path", "prompt KV computed under earlier weights (stale prefix cache)",
                "enable_prefix_caching=False, or reset_prefix_cache() at each load"
                " (--parity.uncached-runtime)")
-STALE = Cause("inference path", "weights {} update(s) old",
-              "load every tensor before sampling")
+STALE = Cause("inference path", "weights one update old", "load every tensor before sampling")
 WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones",
                        "match responses to prompts by request id, or send these again, alone")
 

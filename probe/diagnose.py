@@ -64,17 +64,18 @@ class Verdict:
 @torch.no_grad()
 def diagnose(
     policy: Policy, rollouts: list[Rollout], sampling: Sampling,
-    earlier: Sequence[Weights] = (), trainer: Literal["processed", "temperature"] = "processed",
-    observed: Sequence[Cause] = (),
+    before: Weights | None = None, block: int = 0,
+    trainer: Literal["processed", "temperature"] = "processed", observed: Sequence[Cause] = (),
 ) -> Verdict:
     """Explain how the rollouts' log-probabilities differ from the trainer's own of their tokens.
 
-    `earlier` are the trainer's weights 1, 2, ... updates before its present ones, by parameter
-    name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
-    temperature alone (train.py without sampling_mask). `observed` are causes already known. The
-    policy's weights do not change.
+    `before` are the trainer's weights before its last update, by parameter name. `block` is the
+    number of tokens in a block of the engine's prefix cache, 0 without one. `trainer` is the
+    distribution that the trainer scores: all sampling parameters, or the temperature alone
+    (train.py without sampling_mask). `observed` are causes already known. The policy's weights do
+    not change.
     """
-    probe = Probe(policy, rollouts, sampling, earlier, trainer)
+    probe = Probe(policy, rollouts, sampling, before, block, trainer)
     explanations = probe.search()
     best = explanations[0]
     named = list(observed)
@@ -128,8 +129,9 @@ class StepProbe:
 
     def __init__(self, trainer: Any, options: Any):
         self.run, self.options = trainer.run, options
-        self.policy = trainer.policy
-        self.weights: list[Weights] = [self.policy.copied_weights()]  # before the update, and older
+        self.policy, self.engine = trainer.policy, trainer.engine
+        self.weights = self.policy.copied_weights()  # before the update
+        self.before: Weights | None = None  # and before the one before it
 
     def __call__(self, step: Any) -> dict[str, str]:
         """The status for the step's metrics, {} without a probe.
@@ -144,7 +146,7 @@ class StepProbe:
         if planned or (exceeded and self.options.probe_on_alarm):
             status = self._probe(step, exceeded)
         if step.metrics["updates"]:
-            self.weights = [self.policy.copied_weights(), self.weights[0]]
+            self.before, self.weights = self.weights, self.policy.copied_weights()
         return status
 
     def _probe(self, step: Any, exceeded: list[str]) -> dict[str, str]:
@@ -162,10 +164,10 @@ class StepProbe:
         observed = []
         if exceeded == ["surprisal_z"]:  # a fault of the reported values moves it too
             observed = [causes.SAMPLER]
-        weights, *earlier = self.weights
-        with self.policy.using(weights):
-            verdict = diagnose(self.policy, rollouts, run.sampling, earlier, scored,
-                               observed)
+        block = self.engine.settings.get("block_size", 0)  # transformers has no blocks
+        with self.policy.using(self.weights):
+            verdict = diagnose(
+                self.policy, rollouts, run.sampling, self.before, block, scored, observed)
         path = run.out / "probe" / f"step_{number:06d}.txt"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"{title}\n{verdict.report}\n")

@@ -29,7 +29,7 @@ class Replay:
         self.rows = torch.cat([torch.full_like(response, row) for row, (_, response)
                                in enumerate(self.tokens)])  # (N,), of each token
 
-    def hidden(self, old: Weights | None = None, block: int = 1) -> list[Tensor]:
+    def hidden(self, old: Weights | None, block: int) -> list[Tensor]:
         """Last hidden states of each response with the present weights, in their precision: (n, H).
 
         With `old`, the KV cache of each prompt's full blocks, of `block` tokens, is that of old

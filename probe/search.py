@@ -6,7 +6,7 @@ values if the engine's error against it is as small as the error of the trainer'
 under the same hypothesis (`limit`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product, starmap
@@ -30,7 +30,6 @@ MOST_LEFT = 0.7  # of the mean error without a cause: at most this share may rem
 SIGN_SIGMAS = 4.0
 size_of = partial(parity.size_of, edge=0.01)  # that share may cross a mask's edge by rounding
 WRONG_TOKENS = 1 / 2  # of a wrong request: at a mask's edge one token may be far off
-BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 
 
 # ---------------------------------------------------------------------------------- the rule
@@ -90,9 +89,9 @@ class Probe(Replay):
     """The search in the rollouts of one step. The arguments are those of `diagnose`."""
 
     def __init__(self, policy: Policy, rollouts: list[Rollout], sampling: Sampling,
-                 earlier: Sequence[Weights] = (), trainer: str = "processed"):
+                 before: Weights | None = None, block: int = 0, trainer: str = "processed"):
         super().__init__(policy, rollouts)
-        self.earlier = earlier
+        self.before, self.block = before, block
         raw = Sampling(1.0, sampling.max_new_tokens)
         self.unmasked = raw.at(sampling.temperature)
         sampled = self.unmasked if type(sampling) is Sampling else sampling
@@ -123,20 +122,18 @@ class Probe(Replay):
     def _passes(self) -> Iterator[Pass]:
         """Weights and KV caches, cheap ones first."""
         yield self.now
-        for updates, weights in enumerate(self.earlier, 1):
-            yield self._forward(causes.STALE.of(updates), weights)
-            for block in BLOCK_SIZES:
-                if any(len(prompt) > block for prompt, _ in self.tokens):
-                    yield self._forward(causes.PREFIX, {}, weights, block)
+        if self.before:
+            yield self._forward(causes.STALE, self.before)
+            if self.block and any(len(prompt) > self.block for prompt, _ in self.tokens):
+                yield self._forward(causes.PREFIX, {}, self.before)
 
-    def _forward(self, cause: Cause | None, weights: Weights, old: Weights | None = None,
-                 block: int = 1) -> Pass:
+    def _forward(self, cause: Cause | None, weights: Weights, old: Weights | None = None) -> Pass:
         """With weights, and with the keys and values of old ones in the prompts' full blocks."""
         readouts = starmap(Readout, product({*self.distributions, self.unmasked}, self.heads))
         with self.policy.using(weights):
             with parity.twice_as_precise(self.policy.model):
-                precise = self.hidden(old, block)
-            both = precise, self.hidden(old, block)
+                precise = self.hidden(old, self.block)
+            both = precise, self.hidden(old, self.block)
             values = {each: torch.stack([self.logprobs(states, each.head, each.distribution)
                                          for states in both]) for each in readouts}
         return Pass(values, cause)

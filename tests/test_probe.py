@@ -36,7 +36,7 @@ EXPECTED = {
     "head in trainer": "numerics: head in 16 bits in the trainer",
     "head on both sides": "numerics: head in 16 bits on both sides",
     "raw+head+prefix": f"{PREFIX}; and {RAW}; and {HALF}",
-    "head+stale": f"inference path: weights 2 update(s) old; and {HALF}",
+    "head+stale": f"inference path: weights one update old; and {HALF}",
 }
 
 
@@ -78,7 +78,7 @@ def test_no_cause_fits_beside_that_which_explains_a_trace(reference):
     """One request is wrong, so the search tries every hypothesis. The earlier weights are equal to the present ones."""
     policy, (wrong, *right) = reference["bfloat16"], stored("v1_0.32.0_bf16_fixes")["t0.7"].rollouts
     wrong = replace(wrong, logprobs=[value - 2 for value in wrong.logprobs])
-    verdict = diagnose(policy, [wrong, *right], masked(0.7), [policy.copied_weights()])
+    verdict = diagnose(policy, [wrong, *right], masked(0.7), policy.copied_weights())
     assert verdict.blamed == f"{HALF}; and inference path: wrong requests among right ones"
     assert [each.name for each in verdict.explanations if each.fits] == [HALF.partition(": ")[2]]
 
@@ -111,21 +111,18 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     sampling = MaskedSampling(temperature, 40, stop_token_ids=(2, 3, 4, 5), **parameters)
     if "no mask" in faults:
         sampling = replace(sampling, top_k=8)
-    earlier = [policy.copied_weights()]
-    if "stale" in faults:  # by two updates
-        move(policy, 0.01, 50)
-        earlier.insert(0, policy.copied_weights())
+    before = policy.copied_weights()
     if "prefix" in faults:
         engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
     if faults & {"stale", "prefix"}:
         move(policy, 0.01, 60)
-    with policy.using(earlier[-1] if "stale" in faults else {}):
+    with policy.using(before if "stale" in faults else {}):
         engine.load(policy.weights(), policy.response_logprobs)
     rollouts = engine.generate(prompts, 1, sampling, seeds)
     of_trainer = dtype if faults & {"head in trainer", "head on both sides"} else torch.float32
     policy = policy.changed(head=replace(policy.head, dtype=of_trainer))
     trainer = "temperature" if "no mask" in faults else "processed"
-    return policy, rollouts, sampling, earlier, trainer
+    return policy, rollouts, sampling, before, 32, trainer
 
 
 MASKS = dict(top_k=12, top_p=0.9, min_p=0.02)
@@ -205,7 +202,7 @@ def test_a_step_without_an_update_leaves_the_probe_the_weights_before_the_last_u
     trainer = SimpleNamespace(run=SimpleNamespace(config=config_of()), policy=Policy(qwen2()), engine=None)
     probe = StepProbe(trainer, live_probe.Options())
     probe(SimpleNamespace(metrics={"step": 1, "updates": 2}))
-    known = probe.weights
+    known = probe.before, probe.weights
     probe(SimpleNamespace(metrics={"step": 2, "updates": 0}))
-    assert len(known) == 2
-    assert probe.weights is known
+    assert known[0] is not None
+    assert (probe.before, probe.weights) == known

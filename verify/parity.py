@@ -318,28 +318,25 @@ class Audit:
             self.first.reported, hypotheses(self.sampling))
         self.engine_head = IN_16_BITS  # as long as nothing is known
 
-    def random_prompts(self, count: int = 16) -> list[list[int]]:
+    def random_prompts(self) -> list[list[int]]:
         """Others at each call, longer than a block of the cache. The end of a vocabulary may be
         unused.
         """
         config, generator = self.config.model_config, torch.Generator()
         generator.seed()
         length = self.config.cache_config.block_size + 16
-        shape = count, min(length, config.max_model_len - self.new_tokens)
+        shape = 16, min(length, config.max_model_len - self.new_tokens)
         return torch.randint(config.get_vocab_size() * 9 // 10, shape, generator=generator).tolist()
 
-    def requests_for(self, prompts: list[list[int]]) -> list[tuple[dict, Any]]:
-        """Each has a seed, so that no random state outside moves."""
+    def generate(self, prompts: list[list[int]]) -> list[Any]:
+        """Each request has a seed, so that no random state outside moves."""
         from vllm import SamplingParams
 
-        return [({"prompt_token_ids": prompt},
-                 SamplingParams(**self.sampling, max_tokens=self.new_tokens, logprobs=0, seed=seed,
-                                ignore_eos=True, detokenize=False))
-                for seed, prompt in enumerate(prompts)]
-
-    def generate(self, prompts: list[list[int]]) -> list[Any]:
-        inputs, requests = zip(*self.requests_for(prompts), strict=True)
-        return self.llm.generate([*inputs], [*requests], use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        requests = [SamplingParams(**self.sampling, max_tokens=self.new_tokens, logprobs=0,
+                                   seed=seed, ignore_eos=True, detokenize=False)
+                    for seed in range(len(prompts))]
+        return self.llm.generate(inputs, requests, use_tqdm=False)
 
     def read(self, outputs: Sequence[Any]) -> Sampled:
         pairs = [(each.prompt_token_ids, each.outputs[0]) for each in outputs]

@@ -79,7 +79,7 @@ class Rollout:
     # rollout is labelled one version too new.
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
-    sampling: Sampling | None = None  # None in a trace that was read from a file
+    sampling: Sampling | None = None  # None where the probe has cut it
     kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
     # Whether each token has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)

@@ -55,8 +55,8 @@ def local_folder(name: str) -> str:
 
 
 def reach_hub(name: str, limit_s: float = 5) -> None:
-    """Raises: ValueError if `name` is not a folder and the hub does not answer: transformers and
-    datasets would try for half a minute.
+    """Raises: ValueError if `name` is not a folder and the hub does not answer: for a silent one
+    its own client waits more than six minutes.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

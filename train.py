@@ -59,8 +59,8 @@ class Config(extras.ByName):
     steps: Annotated[int, Range(0, 999_999)] = 60
     model: Name = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
     # `toy` (addition), `digits`; a file of rows with a question and an answer (JSON lines, a JSON
-    # array or CSV, each also as .gz; parquet); a dataset: a folder, or NAME or NAME:CONFIG on a
-    # hub; a Python file with `sample` or `problems`, and `reward` or `rewards`.
+    # array, parquet); a dataset: a folder, or NAME or NAME:CONFIG on a hub; a Python file with
+    # `sample` or `problems`, and `reward` or `rewards`.
     task: Name = "toy"
     # The model's, on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -38,31 +38,26 @@ class Options(Extra):
                 raise ValueError("out must be without another run's or metric's best policy (it"
                                  f" would be overwritten), {folder} has one of {other}; move it"
                                  " away")
-        best = {"step": -1, "metric": name, "value": -math.inf}
-
-        def begin(sides: Any, record: dict[str, Any]) -> None:
-            for row in read_rows(run.out / "metrics.jsonl"):
-                raises_best(row)
-            run.writers.append(partial(keep, sides.policy.model))
-
-        def raises_best(row: dict[str, Any]) -> bool:
-            """Whether the row's evaluation is the best so far; `best` is then of it."""
-            names = sorted(metric for metric in row if metric.startswith("eval_"))
-            if names and name not in names:
-                raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
-            value = row.get(name)
-            is_better = value is not None and value > best["value"]  # also leaves out NaN
-            if is_better:
-                best.update(step=row["step"], value=value)
-            return is_better
 
         def keep(model: Any, row: dict[str, Any]) -> None:
-            if not raises_best(row):
+            names = sorted(metric for metric in row if metric.startswith("eval_"))
+            if not names:
                 return
+            if name not in names:
+                raise ValueError(f"keep_best must be one of {', '.join(names)}, got {name}")
+            values = [each[name] for each in read_rows(run.out / "metrics.jsonl") if name in each]
+            *earlier, value = (-math.inf if value is None or math.isnan(value) else value
+                               for value in values)
+            if not value > max(earlier, default=-math.inf):
+                return
+            best = {"step": row["step"], "metric": name, "value": value}
             with stage(f"writing {folder}"), appears_whole(folder) as new:
                 run.save_weights(run, model, new)
                 (new / "best.json").write_text(json.dumps(best))
                 if folder.exists():
                     folder.rename(new.with_name("before"))
+
+        def begin(sides: Any, record: dict[str, Any]) -> None:
+            run.writers.append(partial(keep, sides.policy.model))
 
         run.at_begin.append(begin)

@@ -36,7 +36,7 @@ class Options(Extra):
         if self.probes and config.given & {"lora_rank", "adapter", "rollout_weights"}:
             raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
                              " rollout_weights (they take the model's own tensors); try"
-                             " python -m probe with the saved policy")
+                             " verify/parity.py with the saved policy")
 
     def install(self, run: Any) -> None:
         if self != Options():

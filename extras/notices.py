@@ -1,11 +1,7 @@
-"""Notices of what is often wrong and no error: prompts, a rate, switches that change no figure.
-
-And why the first loss is 0.
-"""
+"""Notices of what is often wrong and no error: prompts, a rate, switches that change no figure."""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from extras import Extra
@@ -19,7 +15,6 @@ class Options(Extra):
         for sentences in of_the_rate, of_the_prompts, of_a_turn:
             for sentence in sentences(run):
                 print(f"notice: {sentence}")
-        run.reports.append(partial(explain_first_loss, run.config))
         run.at_begin.append(name_idle)
 
 
@@ -81,17 +76,3 @@ def name_idle(sides: Any, record: dict[str, Any]) -> None:
     for applies, switch, why in idle:
         if applies:
             print(f"{switch} is WITHOUT EFFECT: {why}")
-
-
-def explain_first_loss(config: Any, row: dict[str, Any]) -> None:
-    """Print after step 1 that a loss of about 0 is right.
-
-    Not for cispo and reinforce, whose losses contain log-probabilities.
-    """
-    norm = row.get("grad_norm")
-    if row["step"] != 1 or not norm or config.clip[0] is None:
-        return
-    if max(abs(row["loss"]), abs(row["ratio_mean"] - 1)) < 0.05:  # small beside usual rewards
-        print(f"    loss {row['loss']:.1e}, about 0 as it should be: the ratio is about 1 (mean"
-              f" {row['ratio_mean']:.4f}) and the advantages of a group sum to 0; the gradient is"
-              f" not 0 (gnorm {norm:.3g})")

@@ -7,7 +7,6 @@ from typing import Any
 from extras import Extra
 from report.errors import replace_file, stage
 from report.files import (
-    STEP,
     TABLES,
     checkpoints,
     read_checkpoint,
@@ -66,12 +65,10 @@ def newest_checkpoint(run: Any) -> Path | None:
         return folders[-1]
     # At most step 0 and the steps up to the first checkpoint.
     most = run.config.checkpoint_every + 1
-    if len(read_rows(run.out / "metrics.jsonl")) > most or [*run.out.glob(f"{STEP}.pt")]:
-        raise ValueError(f"a resumed run must have its checkpoints, {run.out} has none (files"
-                         " step_N.pt are those of an older version of this program); try another"
+    if len(read_rows(run.out / "metrics.jsonl")) > most:
+        raise ValueError(f"a resumed run must have its checkpoints, {run.out} has none; try another"
                          " --out")
     return None
-
 
 
 def go_on(sides: Any, record: dict[str, Any]) -> None:

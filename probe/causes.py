@@ -21,16 +21,14 @@ RAW = Cause("semantics", "raw log-probabilities",
             'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
 SAMPLER = Cause("semantics", "tokens drawn from another distribution than the reported one",
                 "compare the sampler's temperature, mask and seeds with the request's")
-NO_MASK = Cause("semantics", "mask or penalties applied by the sampler and not by the trainer",
+NO_MASK = Cause("semantics", "mask applied by the sampler and not by the trainer",
                 "sample without it, or score the processed distribution in the trainer too"
-                " (a mask: --parity.sampling-mask)")
+                " (--parity.sampling-mask)")
 
 PREFIX = Cause("inference path", "prompt KV computed under earlier weights (stale prefix cache)",
                "enable_prefix_caching=False, or reset_prefix_cache() at each load"
                " (--parity.uncached-runtime)")
-STALE = Cause("inference path", "weights {} update(s) old",
-              "load every tensor before sampling, or diagnose with the weights that have sampled"
-              " (--model)")
+STALE = Cause("inference path", "weights one update old", "load every tensor before sampling")
 WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones",
                        "match responses to prompts by request id, or send these again, alone")
 

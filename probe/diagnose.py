@@ -1,4 +1,4 @@
-"""The verdict on one trace: layer, cause and repair of its mismatch, or "unexplained"."""
+"""The verdict on a step's rollouts: layer, cause and repair of a mismatch, or "unexplained"."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,20 +6,18 @@ from typing import Any, Literal
 
 import torch
 
-from engine_adapter import Rollout
+from engine_adapter import Rollout, Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
 from probe.search import Explanation, Probe, size_of
-from probe.traces import Trace, save_trace
 from rl import Policy
-from verify.parity import NEUTRAL, sampling_of
 
 
 # ---------------------------------------------------------------------------------- verdict
 @dataclass
 class Verdict:
-    """What the probe found in one trace."""
+    """What the probe found."""
 
     probe: Probe
     causes: list[Cause]  # none: parity or unexplained
@@ -43,8 +41,6 @@ class Verdict:
             parts.append("Repair: " + "; ".join(dict.fromkeys(each.repair for each in self.causes)))
         parts.append(self.figures)
         if self.status == "unexplained":
-            if not self.probe.earlier:
-                parts.append("Not tested without earlier weights (--earlier): old weights and KV")
             parts.append("Next: python -m probe layers says which layer of the model differs")
         if causes.WRONG_REQUESTS in self.causes:
             rows = self.explanations[0].wrong.nonzero()[:, 0].tolist()
@@ -57,7 +53,7 @@ class Verdict:
         rows = {}
         for each in self.explanations:
             rows.setdefault(each.name, each)
-        lines = [f"{self.probe.trace.name}: {len(self.probe.reported)} tokens",
+        lines = [f"{len(self.probe.reported)} tokens",
                  f"{'hypothesis':<72} {'error':>8} {'limit':>8}"]
         for name, each in rows.items():
             lines.append(f"{'*' if each.fits else ' '}{name[:70]:<71} {each.mean:8.1e}"
@@ -67,22 +63,19 @@ class Verdict:
 
 @torch.no_grad()
 def diagnose(
-    policy: Policy, trace: Trace, earlier: Sequence[Weights] = (),
+    policy: Policy, rollouts: list[Rollout], sampling: Sampling,
+    before: Weights | None = None, block: int = 0,
     trainer: Literal["processed", "temperature"] = "processed", observed: Sequence[Cause] = (),
 ) -> Verdict:
-    """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
+    """Explain how the rollouts' log-probabilities differ from the trainer's own of their tokens.
 
-    `earlier` are the trainer's weights 1, 2, ... updates before its present ones, by parameter
-    name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
-    temperature alone (train.py without sampling_mask). `observed` are causes already known. The
-    policy's weights do not change.
-
-    Raises: ValueError if a token is outside the vocabulary, or the trainer's own values are NaN.
+    `before` are the trainer's weights before its last update, by parameter name. `block` is the
+    number of tokens in a block of the engine's prefix cache, 0 without one. `trainer` is the
+    distribution that the trainer scores: all sampling parameters, or the temperature alone
+    (train.py without sampling_mask). `observed` are causes already known. The policy's weights do
+    not change.
     """
-    probe = Probe(policy, trace, earlier, trainer)
-    if probe.recomputed.isnan().any():
-        raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
-                         " the model's weights")
+    probe = Probe(policy, rollouts, sampling, before, block, trainer)
     explanations = probe.search()
     best = explanations[0]
     named = list(observed)
@@ -137,13 +130,14 @@ class StepProbe:
     def __init__(self, sides: Any, options: Any):
         self.run, self.options = sides.run, options
         self.policy, self.engine = sides.policy, sides.engine
-        self.weights: list[Weights] = [self.policy.copied_weights()]  # before the update, and older
+        self.weights = self.policy.copied_weights()  # before the update
+        self.before: Weights | None = None  # and before the one before it
 
     def __call__(self, step: Any) -> dict[str, str]:
         """The status for the step's metrics, {} without a probe.
 
-        A step is probed if it is planned or its metrics exceed ALARMS. Writes step_N.json (the
-        trace) and step_N.txt (the report) to the run's folder `probe` and prints a line.
+        A step is probed if it is planned or its metrics exceed ALARMS. Writes the report to
+        probe/step_N.txt in the run's folder and prints a line.
         """
         number = step.metrics["step"]
         exceeded = alarms(step.metrics, self.run.config.clip[1])
@@ -152,7 +146,7 @@ class StepProbe:
         if planned or (exceeded and self.options.probe_on_alarm):
             status = self._probe(step, exceeded)
         if step.metrics["updates"]:
-            self.weights = [self.policy.copied_weights(), self.weights[0]]
+            self.before, self.weights = self.weights, self.policy.copied_weights()
         return status
 
     def _probe(self, step: Any, exceeded: list[str]) -> dict[str, str]:
@@ -166,21 +160,17 @@ class StepProbe:
         if not rollouts:
             print(f"{title}: no rollout of the weights before it alone")
             return {"probe": "no rollouts"}
-        settings = self.engine.settings
-        sampling = {name: value for name, value in vars(run.sampling).items() if name in NEUTRAL}
-        trace = Trace("sampled", rollouts, sampling_of(sampling), settings["model_dtype"])
         scored = "processed" if getattr(run.sampling, "max_kept", 0) else "temperature"
         observed = []
         if exceeded == ["surprisal_z"]:  # a fault of the reported values moves it too
             observed = [causes.SAMPLER]
-        weights, *earlier = self.weights
-        with self.policy.using(weights):
-            verdict = diagnose(self.policy, trace, earlier, trainer=scored, observed=observed)
-        path = run.out / "probe" / f"step_{number:06d}"
+        block = self.engine.settings.get("block_size", 0)  # transformers has no blocks
+        with self.policy.using(self.weights):
+            verdict = diagnose(
+                self.policy, rollouts, run.sampling, self.before, block, scored, observed)
+        path = run.out / "probe" / f"step_{number:06d}.txt"
         path.parent.mkdir(exist_ok=True)
-        save_trace(f"{path}.json", trace,
-                   {"vllm": self.engine.vllm_version, "audit": settings})
-        path.with_suffix(".txt").write_text(f"{title}\n{verdict.report}\n")
+        path.write_text(f"{title}\n{verdict.report}\n")
         print(f"{title}: {verdict.blamed}. {verdict.figures}")
         return {"probe": verdict.blamed}
 

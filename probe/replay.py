@@ -1,46 +1,35 @@
-"""The trainer's values of a trace's tokens, in its own arithmetic and in twice its precision.
+"""The trainer's values of sampled tokens, in its own arithmetic and in twice its precision.
 
 All values are flat: N response tokens of B sequences, row after row. Log-probabilities in nats.
 """
 
-import sys
 from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from probe.traces import Trace
+from engine_adapter import Rollout, Sampling
 from rl import Policy
-from verify.parity import NEUTRAL, PARTS, drawn_from
 
 Weights = dict[str, Tensor]  # a version of the trainer's weights, by parameter name
-Sampling = tuple[tuple[str, float], ...]  # the items of a trace's sampling: a key
 
 
 class Replay:
-    """Forward passes of the trainer over a trace's tokens, with any version of its weights.
-
-    Raises: ValueError if a token id is outside the model's vocabulary.
+    """Forward passes of the trainer over the tokens of rollouts, with any version of its weights.
     """
 
-    def __init__(self, policy: Policy, trace: Trace):
+    def __init__(self, policy: Policy, rollouts: list[Rollout]):
         self.policy = policy
-        self.trace = trace
         # Of each prompt and its response.
         self.tokens = [torch.tensor(each.prompt_ids + each.token_ids, device=policy.device)
-                       .tensor_split([len(each.prompt_ids)]) for each in trace.rollouts]
-        vocabulary = len(policy.head.weight)
-        largest = max(int(ids.max()) for ids in chain(*self.tokens))
-        if largest >= vocabulary:
-            raise ValueError(f"tokens must be below the model's vocabulary of {vocabulary},"
-                             f" {trace.name} has {largest}")
-        values = chain(*(each.logprobs for each in trace.rollouts))
+                       .tensor_split([len(each.prompt_ids)]) for each in rollouts]
+        values = chain(*(each.logprobs for each in rollouts))
         self.reported = torch.tensor([*values], dtype=torch.float64, device=policy.device)  # (N,)
         self.rows = torch.cat([torch.full_like(response, row) for row, (_, response)
                                in enumerate(self.tokens)])  # (N,), of each token
 
-    def hidden(self, old: Weights | None = None, block: int = 1) -> list[Tensor]:
+    def hidden(self, old: Weights | None, block: int) -> list[Tensor]:
         """Last hidden states of each response with the present weights, in their precision: (n, H).
 
         With `old`, the KV cache of each prompt's full blocks, of `block` tokens, is that of old
@@ -63,24 +52,15 @@ class Replay:
 
     def logprobs(self, states: list[Tensor], head_dtype: torch.dtype,
                  sampling: Sampling) -> Tensor:
-        """Of the sampled ids in the distribution that vLLM draws from: (N,)."""
-        named = dict(sampling)
-        is_plain = named == NEUTRAL | {"temperature": named["temperature"]}
+        """Of the sampled ids in the distribution of `sampling`: (N,)."""
         if head_dtype != torch.float32:
             states = [hidden.to(head_dtype) for hidden in states]
         dtype = torch.promote_types(states[0].dtype, head_dtype)
         head = replace(self.policy.head, temperature=1.0, dtype=dtype)
-        if any(named[each] != NEUTRAL[each] for each in PARTS["penalties"]):
-            head = replace(head, chunk_elements=sys.maxsize)  # they count the row's tokens before
         logprobs = []
-        for hidden, (prompt, response) in zip(states, self.tokens, strict=True):
-
-            def restrict(logits: Tensor, chunk: slice, prompt=prompt, response=response) -> Tensor:
-                if is_plain:  # without a sort of the vocabulary
-                    return logits / named["temperature"]
-                return drawn_from(logits, prompt, response[chunk], **named)
-
-            logprobs.append(head.logprobs(hidden, response, restrict).double())
+        for hidden, (_, response) in zip(states, self.tokens, strict=True):
+            of_row = head.logprobs(hidden, response, lambda logits, _: sampling.shaped(logits))
+            logprobs.append(of_row.double())
         return torch.cat(logprobs)
 
     def row_means(self, values: Tensor) -> Tensor:

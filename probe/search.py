@@ -1,25 +1,25 @@
 """The search for an explanation of what the engine reported, cheap hypotheses first.
 
 A hypothesis is a forward pass (which weights, which KV cache) and a readout (which distribution,
-which head). All are computed in twice the trainer's precision. A hypothesis explains a
-trace if the engine's error against it is as small as the error of the trainer's own arithmetic
+which head). All are computed in twice the trainer's precision. A hypothesis explains the reported
+values if the engine's error against it is as small as the error of the trainer's own arithmetic
 under the same hypothesis (`limit`).
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product, starmap
 
 import torch
 from torch import Tensor
 
+from engine_adapter import Rollout, Sampling
 from probe import causes
 from probe.causes import Cause
-from probe.replay import Replay, Sampling, Weights
-from probe.traces import Trace
+from probe.replay import Replay, Weights
 from rl import Policy
-from verify.parity import NEUTRAL, twice_as_precise
+from verify import parity
 
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
@@ -28,9 +28,8 @@ MOST_LEFT = 0.7  # of the mean error without a cause: at most this share may rem
 # hidden states differently. Then the signs of each cause's changes must agree with the error's, by
 # this many standard deviations of a fair coin.
 SIGN_SIGMAS = 4.0
-EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
+size_of = partial(parity.size_of, edge=0.01)  # that share may cross a mask's edge by rounding
 WRONG_TOKENS = 1 / 2  # of a wrong request: at a mask's edge one token may be far off
-BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 
 
 # ---------------------------------------------------------------------------------- the rule
@@ -85,27 +84,20 @@ class Explanation:
         return " + ".join(cause.name for cause in self.causes) or "nothing wrong"
 
 
-def size_of(error: Tensor) -> Tensor:
-    """|error| (N,); NaN for a few tokens at the edge of a mask, 1 nat for more than a few."""
-    outside = error.isinf()
-    few = outside.double().mean() <= EDGE
-    return error.abs().masked_fill(outside, math.nan if few else 1.0)
-
-
 # ---------------------------------------------------------------------------------- the search
 class Probe(Replay):
-    """The search in one trace. The arguments are those of `diagnose`."""
+    """The search in the rollouts of one step. The arguments are those of `diagnose`."""
 
-    def __init__(self, policy: Policy, trace: Trace, earlier: Sequence[Weights],
-                 trainer: str = "processed"):
-        super().__init__(policy, trace)
-        self.earlier = earlier
-        sampled = tuple(trace.sampling.items())
-        self.unmasked = tuple((NEUTRAL | {"temperature": trace.sampling["temperature"]}).items())
+    def __init__(self, policy: Policy, rollouts: list[Rollout], sampling: Sampling,
+                 before: Weights | None = None, block: int = 0, trainer: str = "processed"):
+        super().__init__(policy, rollouts)
+        self.before, self.block = before, block
+        raw = Sampling(1.0, sampling.max_new_tokens)
+        self.unmasked = raw.at(sampling.temperature)
+        sampled = self.unmasked if type(sampling) is Sampling else sampling
         scored = self.unmasked if trainer == "temperature" else sampled
         # What an engine may report, and the cause if it is not what the trainer scores.
-        self.distributions = {tuple(NEUTRAL.items()): causes.RAW, sampled: causes.NO_MASK,
-                              scored: None}
+        self.distributions = {raw: causes.RAW, sampled: causes.NO_MASK, scored: None}
         self.trainer = Readout(scored, policy.head.dtype)
         where = "in the engine" if policy.head.dtype == torch.float32 else "on both sides"
         self.heads = {policy.model.dtype: causes.HEAD.of(where), torch.float32: None}
@@ -114,7 +106,7 @@ class Probe(Replay):
         self.start = self.explain(self.now, Readout(scored, torch.float32))
 
     def search(self) -> list[Explanation]:
-        """Tries pass after pass until one cause explains the trace. Returns all, the best first."""
+        """Tries pass after pass until one cause explains all. Returns all tried, the best first."""
         tried = []
         for hypothesis in self._passes():
             for readout in starmap(Readout, product(self.distributions, self.heads)):
@@ -130,20 +122,18 @@ class Probe(Replay):
     def _passes(self) -> Iterator[Pass]:
         """Weights and KV caches, cheap ones first."""
         yield self.now
-        for updates, weights in enumerate(self.earlier, 1):
-            yield self._forward(causes.STALE.of(updates), weights)
-            for block in BLOCK_SIZES:
-                if any(len(prompt) > block for prompt, _ in self.tokens):
-                    yield self._forward(causes.PREFIX, {}, weights, block)
+        if self.before:
+            yield self._forward(causes.STALE, self.before)
+            if self.block and any(len(prompt) > self.block for prompt, _ in self.tokens):
+                yield self._forward(causes.PREFIX, {}, self.before)
 
-    def _forward(self, cause: Cause | None, weights: Weights, old: Weights | None = None,
-                 block: int = 1) -> Pass:
+    def _forward(self, cause: Cause | None, weights: Weights, old: Weights | None = None) -> Pass:
         """With weights, and with the keys and values of old ones in the prompts' full blocks."""
         readouts = starmap(Readout, product({*self.distributions, self.unmasked}, self.heads))
         with self.policy.using(weights):
-            with twice_as_precise(self.policy.model):
-                precise = self.hidden(old, block)
-            both = precise, self.hidden(old, block)
+            with parity.twice_as_precise(self.policy.model):
+                precise = self.hidden(old, self.block)
+            both = precise, self.hidden(old, self.block)
             values = {each: torch.stack([self.logprobs(states, each.head, each.distribution)
                                          for states in both]) for each in readouts}
         return Pass(values, cause)

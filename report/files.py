@@ -25,7 +25,6 @@ DESCRIBED = subprocess.run(
     "git describe --always --abbrev=40 --exclude='*' --dirty", shell=True, check=False,
     cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 READABLE = "tensors, numbers, texts, lists and dictionaries alone (--resume reads no others)"
-STEP = f"checkpoints/step_{'[0-9]' * 6}"  # a checkpoint; of an older version with the ending .pt
 
 
 def provenance() -> dict[str, Any]:
@@ -133,7 +132,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def checkpoints(out: Path) -> list[Path]:
     """The folders of this program in checkpoints/, the oldest first."""
-    return sorted(out.glob(STEP))
+    return sorted(out.glob(f"checkpoints/step_{'[0-9]' * 6}"))
 
 
 def refuse_used_folder(run: Any) -> None:

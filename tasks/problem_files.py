@@ -3,8 +3,6 @@
 What is wrong with a file is a ValueError that names it.
 """
 
-import csv
-import gzip
 import json
 import os
 import random
@@ -12,7 +10,6 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,12 +26,10 @@ BUILT_IN = ("toy", "digits")  # tasks in toys.py
 # The usual names of columns, also with capitals: of those that a file has the first is taken. The
 # texts of `body` and `question`, say, are joined.
 COLUMNS = {
-    "question_column": (
-        ("body+question", "question", "problem", "prompt", "query", "instruction+input", "input",
-         "instruction"), " (in .csv and .tsv the first line names them)"),
-    "answer_column": (
-        ("answer", "final_answer", "ground_truth", "target", "expected_answer",
-         "reward_model.ground_truth", "solution", "output", "response"), "; --reward needs none"),
+    "question_column": ("body+question", "question", "problem", "prompt", "query",
+                        "instruction+input", "input", "instruction"),
+    "answer_column": ("answer", "final_answer", "ground_truth", "target", "expected_answer",
+                      "reward_model.ground_truth", "solution", "output", "response"),
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # A text of chat messages, not a question that begins with other JSON.
@@ -179,20 +174,20 @@ def read_rows(name: str) -> tuple[Rows, Rows]:
     """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out.
 
     Without a split train all are held out, for --eval-task. The library `datasets` finds the files
-    of a folder and their splits. It does not read CSV and JSON, because it would guess the types,
-    007 as 7.
+    of a folder and their splits. It does not read JSON: it would guess a date's type, for example.
     """
     if not os.path.isdir(name) and (
-            os.path.isfile(name) or re.search(r"\.(jsonl?|[ct]sv|parquet)(\.gz)?$", name)):
+            os.path.isfile(name) or re.search(r"\.(jsonl?|parquet)$", name)):
         return read_file(name), []
     from huggingface_hub import snapshot_download
 
     path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
-    reach_hub(path)
-    with stage(f"loading the dataset {name} (task must be toy, digits, a .py file, a file of rows,"
-               " or a dataset: a folder or a reachable hub name; pip install datasets)"):
+    with stage(f"loading the dataset {name} (task must be toy, digits, a .py file such as"
+               " examples/countdown.py, a file of rows, or a dataset: a folder or a reachable hub"
+               " name; pip install datasets)"):
         import datasets
 
+        reach_hub(path)
         if not os.path.exists(path):
             path = snapshot_download(path, repo_type="dataset")
         if re.search(r"[][?*]", os.path.realpath(path)):
@@ -202,7 +197,7 @@ def read_rows(name: str) -> tuple[Rows, Rows]:
         files = {str(part): paths for part, paths in builder.config.data_files.items()}
         told = [option for option, value in vars(builder.config).items()
                 if not hasattr(datasets.BuilderConfig, option)
-                and value not in (getattr(type(builder.config), option, value), "\t")]
+                and value != getattr(type(builder.config), option, value)]
         if told:
             raise ValueError(f"its README.md must not say how files are read ({', '.join(told)});"
                              " rewrite the files as JSON lines")
@@ -250,22 +245,13 @@ def refuse_lossy(name: str, features: dict[str, Any]) -> None:
 
 
 def read_text(path: str) -> Rows:
-    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too."""
+    """A JSON array, or JSON lines that are not blank."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
-    opened = gzip.open if path.lower().endswith(".gz") else open
-    what = (f"reading {path} (rows that are no text must be .parquet: unpack .parquet.gz, convert"
-            " .arrow) as UTF-8")
-    with stage(what), opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+    what = (f"reading {path} (rows that are no text must be .parquet: unpack .gz, convert .arrow)"
+            " as UTF-8")
+    with stage(what), open(path, encoding="utf-8-sig", newline="") as file:
         text = file.read()
-    if table := re.search(r"\.(csv|tsv)(\.gz)?$", path.lower()):
-        csv.field_size_limit(2**31 - 1)  # a cell can contain all tests of a program
-        cells = csv.DictReader(StringIO(text, newline=""), restkey="", strict=True,
-                               delimiter="," if table[1] == "csv" else "\t")
-        with stage(f"reading {path} (a quote in a cell must be two, and the cell in quotes) as"
-                   " CSV"):
-            without_twins([(name, None) for name in cells.fieldnames or () if name])
-            return [(f"{path}, line {cells.line_num}", row) for row in cells]
     parse = partial(json.loads, parse_float=Written, object_pairs_hook=without_twins)
     if text.lstrip().startswith("["):
         with stage(f"reading {path} as a JSON array"):
@@ -273,7 +259,9 @@ def read_text(path: str) -> Rows:
     rows = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028
         if line.strip():
-            with stage(f"reading {path} (tables end in .csv or .tsv), line {number} as JSON"):
+            with stage(f"reading {path} (of a table: pandas.read_csv(PATH, dtype=str,"
+                       " keep_default_na=False).to_json('rows.jsonl', orient='records',"
+                       f" lines=True)), line {number} as JSON"):
                 rows.append((f"{path}, line {number}", parse(line)))
     return rows
 
@@ -292,7 +280,7 @@ def choose_column(
 ) -> str | None:
     """The column of an option; `strict`: one that is given must be `there`."""
     known = {column.lower(): column for column in there} | {column: column for column in there}
-    given, (usual, hint) = getattr(data, option), COLUMNS[option]
+    given, usual = getattr(data, option), COLUMNS[option]
     names = [given] if given else []
     if not (given and strict):
         names += ["+".join(known.get(part, part) for part in column.split("+"))
@@ -300,7 +288,8 @@ def choose_column(
     column = next((column for column in names if {*column.split("+")} <= {*there}), None)
     if column is None and (needed or (given and strict)):
         raise ValueError(f"{option} must be a column of {name}, got"
-                         f" {given or f'none of {usual}'}; it has {', '.join(there)}{hint}")
+                         f" {given or f'none of {usual}'}; it has {', '.join(there)}"
+                         " (with --reward no answer is needed)")
     return column
 
 
@@ -331,8 +320,6 @@ def problem_of(
 ) -> Problem:
     """The problem in a row. Raises: Unreadable."""
     columns = flat(row)
-    if isinstance(columns.get(""), list) and any(columns[""]):
-        raise Unreadable(f"it has more cells than columns, the last are {columns['']!s:.80}")
     texts = [columns[name] for name in question_column.split("+") if columns.get(name)]
     question, messages = as_prompt(texts)
     answer = "" if any_answer and answer_column is None else columns.get(answer_column)

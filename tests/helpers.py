@@ -22,12 +22,13 @@ from importlib.util import find_spec
 from multiprocessing import Process, get_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub: what asks for one fails at once
 
 import gpu_path  # noqa: F401  # before torch
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -51,7 +52,6 @@ from extras.inflight import InflightEngine
 from extras.shared.masks import collect_kept_sets
 from extras.transformers_engine import NothingToCompare
 from model_folder import load
-from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch
 from tasks import Task
@@ -383,9 +383,27 @@ def policy_of(
     return policy_in(folder, dtype, device)
 
 
-def stored(file: str) -> dict[str, Trace]:
-    """The groups of a trace in tests/data."""
-    return {trace.name: trace for trace in load_traces(str(DATA / f"{file}.npz"))}
+class Stored(NamedTuple):
+    """What a version of vLLM has sampled."""
+
+    sampling: dict[str, float]
+    rollouts: list[Rollout]
+    dtype: str
+
+
+def stored(file: str) -> dict[str, Stored]:
+    """The groups of a file in tests/data."""
+    arrays = dict(numpy.load(DATA / f"{file}.npz"))
+    meta = json.loads(arrays.pop("meta").item())
+    prompts = arrays["prompt_ids"].tolist()
+    groups = {}
+    for name, sampling in meta["groups"].items():
+        rollouts = []
+        for prompt, row, logprobs in zip(prompts, arrays[f"{name}/tokens"], arrays[f"{name}/logprobs"], strict=True):
+            length = (row >= 0).sum()
+            rollouts.append(Rollout(prompt, None, row[:length].tolist(), logprobs[:length].tolist()))
+        groups[name] = Stored(sampling, rollouts, meta["dtype"])
+    return groups
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers

@@ -21,7 +21,7 @@ FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("
 PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options}
-PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "layers")}
+PROBE = {"layers": probe.Layers}
 OF_OTHERS = "logprobs-mode", "enable-prefix-caching", "algo.", "vllm.", "ds.", "deps"  # vLLM, OpenRLHF, pip
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

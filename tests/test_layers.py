@@ -14,6 +14,7 @@ from helpers import (
     load_into,
     policy_in,
     policy_of,
+    refusal,
     small_model,
     started,
 )
@@ -105,3 +106,12 @@ def test_recurrent_layers_are_refused_in_a_sentence(tmp_path):
     policy = policy_of(tmp_path, "FalconH1")
     with pytest.raises(ValueError, match="must have no recurrent layers"):
         compare_layers(policy, None, *REQUESTS)
+
+
+@pytest.mark.parametrize("words, said", [
+    ("diagnose trace.npz", "Available subcommands: layers"),  # which was
+    ("layers --model {root}/none", "error: loading the model in {root}/none failed"),
+    ("layers --model {root} --prompt-tokens 0", "prompt_tokens must be in [1,"),
+])  # fmt: skip
+def test_bad_input_is_refused_by_name_before_vllm_starts(tmp_path, capsys, words, said):
+    assert said.format(root=tmp_path) in refusal(words.format(root=tmp_path).split(), capsys, main)

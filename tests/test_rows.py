@@ -1,6 +1,5 @@
 """Rows as other people have them: formats, columns, what cannot be read, and the order in which problems come."""
 
-import gzip
 import json
 import random
 import re
@@ -38,13 +37,8 @@ WRITTEN = ["007", "0.50", "2024-03-01", "12:30", "NA", "None", "null", "true", "
            "x" * 140_000,
            'a "b"\nc', "9007199254740993", "1.10", "-0.0", f"{10**20}.50", "false", "[1, null]", '{"é": "x"}']
 LINES = [f'{{"question": "q{n}", "answer": {each if n > 14 else json.dumps(each)}}}' for n, each in enumerate(WRITTEN)]
-CELLS = ['q{},"{}"'.format(n, each.replace('"', '""')) for n, each in enumerate(WRITTEN)]
-TABLE = "\r\n".join(["question,answer", *CELLS])
 FILES = {
-    "train.csv": TABLE + ",",  # an empty cell too many is no answer
-    "train-00000-of-00001.tsv.gz": re.sub(r"(?m)^(\w+),", r"\1\t", TABLE),
     "data/train/a.jsonl": "\ufeff" + "\r\n".join(LINES), "train.json": f"[{','.join(LINES)}]",
-    "train.jsonl.gz": "\n".join(LINES),
 }  # fmt: skip
 SAME = """def reward(problem, response):
     assert type(problem.row["answer"]).__name__ in ("str", "int", "float", "bool", "list", "dict")
@@ -60,8 +54,7 @@ def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp
     (folder.parents[1] / "refs" / "main").write_text("1.jsonl")
     path = folder / name
     path.parent.mkdir(parents=True)
-    content = FILES[name].encode()
-    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    path.write_bytes(FILES[name].encode())
     (tmp_path / "mine.py").write_text(SAME)
     for each in ("me/set" if name == "train.json" else folder, folder, path):
         task = task_of(each, reward=str(tmp_path / "mine.py"))
@@ -95,12 +88,24 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
     assert problem.row == json.loads(row)
 
 
-@pytest.mark.parametrize("name, told", [("a.csv", "sep: ';'"), ("a.csv", "skiprows: 1"), ("a.json", "field: data")])
-def test_a_readme_that_says_how_files_are_read_is_refused(tmp_path, name, told):
-    (tmp_path / name).write_text("question;answer\n1;2")
-    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- {{config_name: one, data_files: {name}, {told}}}\n---\n")
-    with pytest.raises(ValueError, match=rf"README.md must not say how files are read \({told.partition(':')[0]}\);"):
+def test_a_readme_that_says_how_files_are_read_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- {config_name: one, data_files: a.json, field: data}\n---\n")
+    with pytest.raises(ValueError, match=r"README.md must not say how files are read \(field\);"):
         task_of(tmp_path)
+
+
+def test_a_table_keeps_its_characters_if_it_is_converted_as_its_refusal_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = ['q{},"{}"'.format(n, each.replace('"', '""')) for n, each in enumerate(WRITTEN)]
+    Path("a.csv").write_text("\n".join(["question,answer", *cells]))
+    with pytest.raises(ValueError) as refused:
+        task_of("a.csv")
+    exec(re.search(r"pandas.*lines=True\)", str(refused.value))[0], {"pandas": pandas, "PATH": "a.csv"})
+    Path("mine.py").write_text(SAME)
+    problems = task_of("rows.jsonl", reward="mine.py").problems
+    assert {problem.question: problem.answer for problem in problems} == {
+        f"q{n}": answer for n, answer in enumerate(WRITTEN)}  # fmt: skip
 
 
 def test_a_dataset_needs_the_library_datasets_and_a_file_of_rows_does_not(good, tmp_path, monkeypatch):
@@ -131,9 +136,8 @@ def test_rows_that_cannot_be_read_or_contradict_each_other_are_refused_or_droppe
 
 
 def test_files_of_rows_that_are_in_no_split_are_named(tmp_path, capsys):
-    for name in ("train.jsonl.gz", "test.jsonl", "hard.jsonl", "more.csv", "dataset_info.json", "notes.txt"):
-        line = json.dumps({"question": name, "answer": 1}).encode()
-        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    for name in ("train.jsonl", "test.jsonl", "hard.jsonl", "more.csv", "dataset_info.json", "notes.txt"):
+        (tmp_path / name).write_text(json.dumps({"question": name, "answer": 1}))
     assert len(task_of(tmp_path).problems) == 2
     assert f"notice: NOT READ in {tmp_path} are 2 files, such as {tmp_path}/hard.jsonl: " in capsys.readouterr().out
 

@@ -27,11 +27,10 @@ from verify.parity import check
 
 # ------------------------------------------------------------------------------------------------ the default job
 @pytest.mark.engine
-def test_the_default_job_learns_at_parity(tmp_path, capsys):
+def test_the_default_job_learns_at_parity(tmp_path):
     """In two thirds of its steps."""
     options = "--steps 20 --eval-problems 500 --eval-every 20"  # of 500 problems the standard error is 0.011
     run_script("train.py", "--out", tmp_path / "run", *options.split())
-    assert capsys.readouterr().out.count(", about 0 as it should be: the ratio is about 1 (mean ") == 1
     table = rows(tmp_path / "run")
     steps = table[1:]
     for name in ("eval_reward", "eval_reward_greedy"):  # the policy starts with a wrong habit

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import ROUNDING, built, python, rows
+from helpers import built, python, rows
 from matplotlib.figure import Figure
 
 from report.log import answer_line, log_line
@@ -27,10 +27,6 @@ def test_curves_are_drawn_at_an_evaluation(good, tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out.splitlines()
     assert f"writing {out}/policy" in said
     shown = [line for line in said if line.startswith("    ")]
-    loss, norm = table[1]["loss"], table[1]["grad_norm"]
-    assert abs(loss) < ROUNDING < norm
-    begins, ends = f"    loss {loss:.1e}, about 0 as it should be: the ratio is", f"is not 0 (gnorm {norm:.3g})"
-    assert shown[1].startswith(begins) and shown.pop(1).endswith(ends)  # of the first step alone
     greedy = [row for row in rows(out, "samples") if row["mode"] == "greedy"]
     assert shown == [*map(answer_line, greedy[::4])]  # the first of each evaluation
 

@@ -69,8 +69,6 @@ REPAIRS = {  # by line: what to paste, and for which objectives a hit matters
     "weights": ('LLM(..., dtype="float32")  # or give both sides the rounded ones', ALL),
     "cache": ("LLM(..., enable_prefix_caching=False)  # or reset_prefix_cache() after each load",
               ALL),
-    "requests": ('pause_generation(mode="keep", clear_cache=False)  # around the load',
-                 "time: their tokens are sampled again"),
     "loads": ("send each tensor of state_dict() in each load, a tied head under its own name too",
               ALL),
     "trainer": ("score the sampled tokens, with the sampler's temperature and mask", ALL),
@@ -182,10 +180,10 @@ def logits_of(model: Any, ids: Tensor, weights: dict[str, Tensor], head: str) ->
         return torch.func.functional_call(model, weights, (), inputs).logits[0]
 
 
-def size_of(error: Tensor) -> Tensor:
+def size_of(error: Tensor, edge: float = EDGE) -> Tensor:
     """|error| (N,); NaN for a few tokens at the edge of a mask, 1 nat for more than a few."""
     outside = ~error.isfinite()
-    few = outside.double().mean() <= EDGE
+    few = outside.double().mean() <= edge
     return error.abs().masked_fill(outside, nan if few else 1.0)
 
 
@@ -268,9 +266,7 @@ class Line:
 
 
 class Report(list[Line]):
-    """What `check` found; `trace` is what the engine sampled (docs/audit.md has the format)."""
-
-    trace: dict[str, Any]
+    """What `check` found."""
 
     @property
     def status(self) -> int:
@@ -320,30 +316,27 @@ class Audit:
         self.first = self.read(self.generate(self.prompts))
         self.reports, self.is_sure, self.errors = self.first.judged(
             self.first.reported, hypotheses(self.sampling))
-        self.engine_head, self.trained = IN_16_BITS, []  # as long as nothing is known
+        self.engine_head = IN_16_BITS  # as long as nothing is known
 
-    def random_prompts(self, count: int = 16) -> list[list[int]]:
+    def random_prompts(self) -> list[list[int]]:
         """Others at each call, longer than a block of the cache. The end of a vocabulary may be
         unused.
         """
         config, generator = self.config.model_config, torch.Generator()
         generator.seed()
         length = self.config.cache_config.block_size + 16
-        shape = count, min(length, config.max_model_len - self.new_tokens)
+        shape = 16, min(length, config.max_model_len - self.new_tokens)
         return torch.randint(config.get_vocab_size() * 9 // 10, shape, generator=generator).tolist()
 
-    def requests_for(self, prompts: list[list[int]]) -> list[tuple[dict, Any]]:
-        """Each has a seed, so that no random state outside moves."""
+    def generate(self, prompts: list[list[int]]) -> list[Any]:
+        """Each request has a seed, so that no random state outside moves."""
         from vllm import SamplingParams
 
-        return [({"prompt_token_ids": prompt},
-                 SamplingParams(**self.sampling, max_tokens=self.new_tokens, logprobs=0, seed=seed,
-                                ignore_eos=True, detokenize=False))
-                for seed, prompt in enumerate(prompts)]
-
-    def generate(self, prompts: list[list[int]]) -> list[Any]:
-        inputs, requests = zip(*self.requests_for(prompts), strict=True)
-        return self.llm.generate([*inputs], [*requests], use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        requests = [SamplingParams(**self.sampling, max_tokens=self.new_tokens, logprobs=0,
+                                   seed=seed, ignore_eos=True, detokenize=False)
+                    for seed in range(len(prompts))]
+        return self.llm.generate(inputs, requests, use_tqdm=False)
 
     def read(self, outputs: Sequence[Any]) -> Sampled:
         pairs = [(each.prompt_token_ids, each.outputs[0]) for each in outputs]
@@ -410,20 +403,15 @@ class Audit:
         return CANNOT_TELL, (f"requests that name none have {acting}: give check your sampling, or"
                              ' LLM(..., generation_config="vllm")'), {}
 
-    def schedule(self) -> Found:
-        if getattr(self.config.scheduler_config, "async_scheduling", False):
-            return OK, "async, which needs loads without unfinished requests", {}
-        return OK, "not async", {}
-
     def trainer(self, logprobs: Callable[[list[int], list[int]], Sequence[float]]) -> Found:
         """Which distribution the trainer scores, and of which tokens."""
         try:
-            self.trained = [[float(value) for value in logprobs(*row)] for row in self.first.rows]
+            trained = [[float(value) for value in logprobs(*row)] for row in self.first.rows]
         except (TypeError, RuntimeError) as error:  # None, or rows of several values
             raise ValueError(f"trainer must return one row of numbers ({error})") from error
-        if [*map(len, self.trained)] != [len(response) for _, response in self.first.rows]:
+        if [*map(len, trained)] != [len(response) for _, response in self.first.rows]:
             raise ValueError("trainer must return a number for each token of the response")
-        values = torch.tensor([*chain(*self.trained)], dtype=torch.float64)
+        values = torch.tensor([*chain(*trained)], dtype=torch.float64)
         if wrong := int((values.isnan() | (values == inf)).sum()):
             return HIT, f"{wrong} of {len(values)} values are not finite", {}
         own = Sampled(self.model, self.sampling, self.model.dtype, self.first.rows, values)
@@ -466,27 +454,7 @@ class Audit:
             return HIT, f"wrong: {', '.join(report.differing[:3])} ({len(report.differing)})", {}
         return CANNOT_TELL if rest else OK, shown, {}
 
-    def begin(self) -> list[str]:
-        """Four requests that have sampled a quarter of their tokens."""
-        for prompt, request in self.requests_for(self.random_prompts(4)):
-            self.llm.llm_engine.add_request(f"parity-{request.seed}", prompt, request)
-        for _ in range(self.new_tokens // 4):
-            self.llm.llm_engine.step()
-        return [f"parity-{number}" for number in range(4)]
-
-    def requests(self) -> Found:
-        """What becomes of these after a load."""
-        outputs, engine = [], self.llm.llm_engine
-        while engine.has_unfinished_requests():
-            outputs += [each for each in engine.step() if each.finished]
-        whole = [each for each in outputs if len(each.outputs[0].token_ids) == self.new_tokens]
-        if len(whole) < 4:
-            return HIT, f"{4 - len(whole)} of 4 end at a load", {}
-        kept = self.read(whole)
-        error = (kept.reported - kept.values[self.reports]).view(4, -1)[:, -8:].abs().mean().item()
-        return OK, f"kept; {error:.1e} from the new weights' values (rounding: recomputed)", {}
-
-    def path(self, sync: Callable[[], Any] | None, requests: bool) -> Iterator[Line]:
+    def path(self, sync: Callable[[], Any] | None) -> Iterator[Line]:
         """The lines about a load."""
         loads = self.line("loads", self.loads)
         if sync is None or loads.verdict == HIT:  # the engine would not get its own weights back
@@ -496,33 +464,19 @@ class Audit:
             yield Line("cache", CANNOT_TELL if is_on else OK, text if is_on else "off", {})
             return
         before = self.generate(self.prompts)
-        with ExitStack() as stack:
-            if requests:
-                stack.callback(self.llm.llm_engine.abort_request, self.begin())
-            stack.enter_context(moved(self.model, sync))
-            if requests:
-                yield self.line("requests", self.requests)
+        with moved(self.model, sync):
             yield self.line("cache", partial(self.cache, before))
             loads = self.line("loads", self.loads)
-            if loads.verdict == CANNOT_TELL and self.fresh > WRONG > self.first.times_noise(
-                    self.reports, self.engine_head):
-                loads = replace(loads, verdict=HIT, text="the moved weights did not arrive")
-            yield loads
+        if loads.verdict == CANNOT_TELL and self.fresh > WRONG > self.first.times_noise(
+                self.reports, self.engine_head):
+            loads = replace(loads, verdict=HIT, text="the moved weights did not arrive")
+        yield loads
 
     def line(self, name: str, make: Callable[[], Found]) -> Line:
         try:
             return Line(name, *make())
         except proof.OutOfReach as reason:
             return Line(name, CANNOT_TELL, str(reason), {})
-
-    def trace(self) -> dict[str, Any]:
-        prompts, tokens = zip(*self.first.rows, strict=True)
-        reported = self.first.reported.view(len(tokens), -1).tolist()
-        group = {"sampling": self.sampling, "tokens": tokens, "logprobs": reported}
-        if self.trained:
-            group["trainer_logprobs"] = self.trained
-        return {"meta": {"format": 1, "dtype": self.dtype}, "prompt_ids": prompts,
-                "groups": {"sampled": group}}
 
 
 @contextmanager
@@ -549,39 +503,35 @@ def moved(model: Any, sync: Callable[[], Any]) -> Iterator[None]:
 @torch.no_grad()
 def check(
     llm: Any, model: Any, sync: Callable[[], Any] | None = None, *, sampling: Any = None,
-    trainer: Callable[[list[int], list[int]], Sequence[float]] | None = None,
-    requests: bool = False, new_tokens: int = 32,
+    trainer: Callable[[list[int], list[int]], Sequence[float]] | None = None, new_tokens: int = 32,
 ) -> Report:
     """Compare a vllm.LLM with the transformers model whose weights it should have.
 
     `sampling`: the program's own, a SamplingParams or a dictionary (else temperature 0.7).
     `trainer(prompt, response)`: its log-probabilities of the response, from lists of token ids.
-    `requests`: unfinished ones pass `sync`, too. Raises: ValueError if the engine is asleep or has
-    unfinished requests.
+    Raises: ValueError if the engine is asleep or has unfinished requests.
     """
     if llm.llm_engine.has_unfinished_requests():
         raise ValueError("the engine must have no unfinished request: check between two steps")
     if llm.llm_engine.is_sleeping():
         raise ValueError("the engine must be awake: llm.wake_up()")
     longest = llm.llm_engine.vllm_config.model_config.max_model_len
-    if not 0 < new_tokens < longest or (requests and not sync):
-        raise ValueError(f"new_tokens must be from 1 to {longest - 1} (max_model_len), and requests"
-                         f" need sync, got {new_tokens}")
+    if not 0 < new_tokens < longest:
+        raise ValueError(f"new_tokens must be from 1 to {longest - 1} (max_model_len), got"
+                         f" {new_tokens}")
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.random.fork_rng():
             audit = Audit(llm, model, sampling, new_tokens)
             report = Report(audit.line(each.__name__, each) for each in (
-                audit.semantics, audit.head, audit.numerics, audit.weights, audit.defaults,
-                audit.schedule))
+                audit.semantics, audit.head, audit.numerics, audit.weights, audit.defaults))
             if trainer:
                 report.append(Line("trainer", *audit.trainer(trainer)))
-            report += audit.path(sync, requests)
+            report += audit.path(sync)
     finally:
         for module, mode in modes:
             module.training = mode
-    report.trace = audit.trace()
     return report
 
 
@@ -611,7 +561,6 @@ def main() -> None:
     parser.add_argument("--sampling", type=json.loads, help="JSON: temperature, top_p, top_k, ...")
     parser.add_argument("--new-tokens", type=int, default=32, help="of each of 16 prompts")
     parser.add_argument("--json", help="write the lines to this file, too")
-    parser.add_argument("--trace", help="write what was sampled, for `python -m probe diagnose`")
     words = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; else nearly all memory
@@ -627,9 +576,8 @@ def main() -> None:
         report = check(llm, model, lambda: proof.in_worker(llm, reload, by_checkpoint(model)),
                        sampling=words.sampling, new_tokens=words.new_tokens)
         print(report)
-        for path, found in ((words.trace, report.trace), (words.json, [*map(asdict, report)])):
-            if path:
-                Path(path).write_text(json.dumps(found, indent=1))
+        if words.json:
+            Path(words.json).write_text(json.dumps([*map(asdict, report)], indent=1))
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
         parser.error(f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}")
     sys.exit(report.status)

@@ -71,7 +71,7 @@ rl.make_batch | torch.float32)[:, 1:] | torch.float32)[:, 1:] * (ids[:, 1:] != 0
 rl.make_batch | mask=mask | mask=(logprobs[:, 1:] != 0).float() | response 5 0
 shift_and_pad | batch.mask | batch.mask.roll(-1) | response 5 0
 # The std of equal rewards.
-objectives.centre | groups - groups.gather(1, counted.argmax(dim=1, keepdim=True)) | groups | carry no signal
+objectives.centre | groups - first | groups | carry no signal
 # The product in 16 bits; a full softmax under top-k.
 token_logprobs | torch.float32 | torch.bfloat16 | more digits than bfloat16
 token_logprobs | mask_outside(logits, kept[chunk]) | logits | kept \[\[0, 2], \[1, 2]]

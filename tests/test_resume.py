@@ -309,7 +309,7 @@ def test_a_librarys_error_has_its_traceback(good, tmp_path, capsys, monkeypatch)
     with pytest.raises(SystemExit):
         train_here(options(good, tmp_path / "run"))
     said = capsys.readouterr().err
-    assert re.search(r"^Traceback .* in prepare\b.*\nerror: KeyError: 'absent'", said, re.DOTALL | re.M)
+    assert re.search(r"^Traceback .* in complete_run\b.*\nerror: KeyError: 'absent'", said, re.DOTALL | re.M)
 
 
 def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(root, tmp_path, capsys):

@@ -18,6 +18,7 @@ from helpers import (
     SEEDS,
     VERSIONED,
     WARM,
+    checks_of,
     close_live_engine,
     floors,
     floors_of,
@@ -188,7 +189,11 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
         for reason, call in (
             ("", engine.sleep), ("is asleep: .* wake", sample), ("needs an engine that is ready", engine.sleep),
             ("load needs", load), ("", engine.wake), (r"is awake: .* load\(\) to unproven", sample),
-            ("needs .* asleep", engine.wake), ("", load), ("a process holds one engine", lambda: Engine(
+            ("needs .* asleep", engine.wake), ("", lambda: engine.load(policy.weights())),
+            (r"is unproven: .* by the checks of verify/ \(proof, canary\) to ready", sample),
+            ("", lambda: checks_of(engine).prove(policy.weights())), ("is unproven", sample), ("load needs", load),
+            ("", lambda: checks_of(engine).run_canary(policy)), ("canary needs", lambda: engine.passed("canary")),
+            ("", load), ("a process holds one engine", lambda: Engine(
                 engine_folder, {}, ParityFlags(), max_model_len=128)),
         ):
             with pytest.raises(EngineStateError, match=reason) if reason else nullcontext():

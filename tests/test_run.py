@@ -45,11 +45,18 @@ def test_a_switch_that_can_change_nothing_is_named(capsys):
 def test_prompts_share_a_versioned_cache_wherever_it_is_right():
     def asked(name="Qwen2", longest=33, kind=Engine, **options):
         config, task = config_of(**options), SimpleNamespace(prompts=[[0], [0] * longest])
-        run = SimpleNamespace(config=config, task=task, with_model=[], further={}, engine={}, engine_kind=kind)
+        run = SimpleNamespace(config=config, task=task, with_model=[], further={}, engine={}, engine_kind=kind,
+                              evaluations=[])
         config.extra.prefix_cache.install(run)
         for change in run.with_model:
             change(small_model(name))
         assert run.further == ({"enable_prefix_caching": True} if run.engine else {})
+        if run.engine:
+            salt = run.engine["cache_salt"]
+            keys = {salt(1), salt(2)}
+            assert [evaluate(None) for evaluate in run.evaluations] == [{}]
+            keys |= {salt(1), salt(2)}
+            assert len(keys) == 4  # no block of a load, or of an evaluation, is found after it
         return run.engine.get("block_size", 0)
 
     usual, latent = (None, None) if torch.cuda.is_available() else (32, 0)  # None: vLLM's. 0: there is no cache

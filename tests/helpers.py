@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
 import verify
-from engine_adapter import Engine, ParityFlags, Rollout, Sampling
+from engine_adapter import Engine, ParityFlags, Sampling
 from extras.inflight import InflightEngine
 from extras.shared.masks import collect_kept_sets
 from model_folder import load
@@ -64,8 +64,12 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 
 
-def read_json(path: Path) -> Any:
+def read_json(path) -> Any:
     return json.loads(path.read_text())
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 DESCRIBED = read_json(DATA / "classes.json")
@@ -76,8 +80,7 @@ CLASSES = DESCRIBED["classes"]
 # ------------------------------------------------------------------------------------------------ other seeds
 SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to the seeds of models, runs, and what a test draws without one
 # In this process vLLM takes the kernels of a CPU without BF16 instructions (avx512), or without AVX-512 too (avx2).
-KERNELS = os.environ.get("VLLM_KERNELS")
-for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(KERNELS, []):
+for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(os.environ.get("VLLM_KERNELS"), []):
     setattr(torch.cpu, f"_is_avx512_{each}supported", lambda: False)
 
 
@@ -94,7 +97,7 @@ if not torch.cuda.is_available():
     gc.freeze = gc.unfreeze = lambda: None
 
 
-def close_live_engine() -> None:
+def close_live_engine():
     """Before anything but `started` starts an engine: a process holds one."""
     if Engine.live is not None:
         Engine.live.close()
@@ -102,7 +105,7 @@ def close_live_engine() -> None:
     freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
 
 
-def train_here(arguments: list[str]) -> None:
+def train_here(arguments):
     """train.py in this process, without pictures, which take more time than a small run. test_watching.py draws."""
     close_live_engine()
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +113,7 @@ def train_here(arguments: list[str]) -> None:
         train.main(arguments)
 
 
-def run_script(name: str, *words: object) -> None:
+def run_script(name, *words):
     """A file of ours as a command, in this process."""
     close_live_engine()
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +122,7 @@ def run_script(name: str, *words: object) -> None:
     gc.collect()  # an engine of the page ends here
 
 
-def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: str) -> subprocess.CompletedProcess:
+def python(*words, folder=ROOT, status=0, **environment) -> subprocess.CompletedProcess:
     """A Python of its own in the folder. It must end with this status."""
     program = [sys.executable, *map(str, words)]
     done = subprocess.run(program, cwd=folder, env=os.environ | environment, capture_output=True, text=True,
@@ -128,7 +131,7 @@ def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: 
     return done
 
 
-def copied(folder: Path, *without: str) -> Path:
+def copied(folder, *without) -> Path:
     """All that a run needs, in a folder of its own, except for files and folders of these names."""
     left_out = ".*", "docs", "tests", "runs", "exercises", "lab", *without
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
@@ -141,7 +144,7 @@ def copied(folder: Path, *without: str) -> Path:
 CHILD = get_context("fork" if os.environ["OMP_NUM_THREADS"] == "1" else "spawn")
 
 
-def forked(function: Callable, *arguments) -> Process:
+def forked(function, *arguments) -> Process:
     """A child process that calls a function of a module. It starts at once, with all that this process has imported."""
     close_live_engine()
     process = CHILD.Process(target=function, args=arguments)
@@ -149,20 +152,20 @@ def forked(function: Callable, *arguments) -> Process:
     return process
 
 
-def config_of(parity: ParityFlags | None = None, **options) -> Config:
+def config_of(parity=None, **options) -> Config:
     """From options by their own names, whatever their group."""
     assert options.keys() <= Config().flat().keys(), options
     return changed(Config(), options | asdict(parity or ParityFlags()))
 
 
-def changed(group: object, options: dict) -> object:
+def changed(group, options) -> object:
     """A dataclass of options, and of groups of them, with these."""
     return replace(group, **{
         name: changed(value, options) if is_dataclass(value) else options.get(name, value)
         for name, value in vars(group).items()})  # fmt: skip
 
 
-def built(root: Path, out: Path, **options) -> Trainer:
+def built(root, out, **options) -> Trainer:
     """All of train.py up to the first step, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
                  engine="transformers", seed=SHIFT)  # fmt: skip
@@ -173,20 +176,18 @@ def built(root: Path, out: Path, **options) -> Trainer:
     return begin(run, policy, run.engine_kind.start(run, policy))
 
 
-def task_of(name: str | Path, seed: int = 0, **options) -> Task:
+def task_of(name, seed=0, **options) -> Task:
     """The task of --task `name`."""
     return load_task(str(name), seed, Options(**options))
 
 
-def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
+def load_into(engine, policy) -> dict[str, float]:
     """The seconds that the load took, by part."""
     return engine.load(policy.weights(), policy.response_logprobs)
 
 
 @contextmanager
-def started(
-    folder: Path | str, policy: Policy, parity: ParityFlags | None = None, in_flight: bool = False, **options,
-) -> Iterator[Engine]:
+def started(folder, policy, parity=None, in_flight=False, **options) -> Iterator[Engine]:
     """A live engine for the architecture in `folder`. It holds the policy's weights.
 
     The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. With
@@ -196,8 +197,7 @@ def started(
     parity = parity or ParityFlags()
     checks = {name: options.pop(name) for name in ("verify_loads", "canary_nats") if name in options}
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
-               "checks": verify.Options(**checks)} | options  # fmt: skip
-    options["collect"] = collect_kept_sets
+               "checks": verify.Options(**checks), "collect": collect_kept_sets} | options  # fmt: skip
     key = repr((folder, shapes, parity, in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
@@ -216,7 +216,7 @@ def started(
 
 
 # ------------------------------------------------------------------------------------------------ values of both sides
-def drawn_ids(count: int, generator: torch.Generator | None = None) -> list[int]:
+def drawn_ids(count, generator=None) -> list[int]:
     """Random ids, with 0 at both ends and the vocabulary's last one: no id stands for padding."""
     return [*[0, 95, *torch.randint(96, (count,), generator=generator).tolist()][: count - 1], 0][:count]
 
@@ -228,24 +228,24 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
 @torch.no_grad()
-def scored(policy: Policy, rollouts: list[Rollout], temperature: float) -> Batch:
+def scored(policy, rollouts, temperature) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
     return replace(batch, old_logprobs=at(policy, temperature).score(batch)["logprobs"])
 
 
-def at(policy: Policy, temperature: float) -> Policy:
+def at(policy, temperature) -> Policy:
     """The policy that scores at this temperature."""
     return policy.changed(head=replace(policy.head, temperature=temperature))
 
 
-def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
+def mismatch(policy, engine, sampling=WARM, prompts=PROMPTS) -> dict[str, float]:
     batch = scored(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
     return of_mismatch(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
 
 
 @torch.no_grad()
-def floors_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> float:
+def floors_of(policy, rollouts, temperature) -> float:
     """The mismatch (mean or largest, whichever is worse) over the noise floor, which is the distance of the trainer's
     values from those of its model in twice the precision. If both sides are right, it is about 1 on any CPU.
     """
@@ -260,7 +260,7 @@ def floors_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> fl
     return max(apart.mean() / floor.mean(), apart.max() / floor.max()).item()
 
 
-def floors(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> float:
+def floors(policy, engine, sampling=WARM, prompts=PROMPTS) -> float:
     return floors_of(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
 
 
@@ -268,7 +268,7 @@ AT_PARITY = 10  # floors; the least planted fault has 300
 ROUNDING = 1e-4  # nats in float32, where no floor is measured: 50 times what CPUs show, a hundredth of a planted fault
 
 
-def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
+def move(policy, scale=0.02, seed=7):
     """Stands for an optimizer step."""
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -277,14 +277,14 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
 
 
 @torch.no_grad()
-def flip_a_bit(tensor: torch.Tensor) -> None:
+def flip_a_bit(tensor):
     """The last bit of the largest value."""
     number = {4: torch.int32, 2: torch.int16}[tensor.itemsize]
     tensor.view(-1).view(number)[tensor.abs().argmax()] ^= 1
 
 
 # ------------------------------------------------------------------------------------------------ in flight
-def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
+def move_and_load(policy, engine, scale=0.02, seed=0):
     """Sleep, an optimizer step, wake, load: as train_step does it."""
     engine.sleep()
     move(policy, scale, seed)
@@ -293,7 +293,7 @@ def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) ->
 
 
 # ------------------------------------------------------------------------------------------------ small models
-def qwen2(tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
+def qwen2(tied=False, seed=0, dtype=torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed + SHIFT)
     model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied, "pad_token_id": None}
@@ -319,7 +319,7 @@ MATRIX_PROMPTS = [[95, *range(i, 23 + i)] for i in range(4)]  # with the respons
 MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 
 
-def dtypes_of(name: str) -> list[torch.dtype]:
+def dtypes_of(name) -> list[torch.dtype]:
     """Those in which the CPU build is right: recurrent layers are refused in 16 bits."""
     if name == "Qwen3_5":
         return [torch.bfloat16]
@@ -327,7 +327,7 @@ def dtypes_of(name: str) -> list[torch.dtype]:
 
 
 @cache
-def import_qwen3_5() -> None:
+def import_qwen3_5():
     """vLLM imports torchvision for it, also for text alone. Where there is none, empty modules stand for it."""
     if find_spec("torchvision"):
         return
@@ -339,7 +339,7 @@ def import_qwen3_5() -> None:
         import_module("vllm.model_executor.models.qwen3_5")
 
 
-def small_model(name: str, tied: bool = False, **changes) -> PreTrainedModel:
+def small_model(name, tied=False, **changes) -> PreTrainedModel:
     """Random; untied, its logits are so wide that a lost scale or cap shows. `changes` are of the text model."""
     if name == "Qwen3_5":
         import_qwen3_5()
@@ -359,19 +359,17 @@ def small_model(name: str, tied: bool = False, **changes) -> PreTrainedModel:
     return model.eval()
 
 
-def policy_in(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Policy:
+def policy_in(folder, dtype=torch.float32, device="cpu") -> Policy:
     return Policy(load(str(folder), dtype).to(device))
 
 
-def policy_of(
-    folder: Path, name: str, tied: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes
-) -> Policy:
+def policy_of(folder, name, tied=False, dtype=torch.float32, device="cpu", **changes) -> Policy:
     """The policy of a small model that is saved in the folder."""
     small_model(name, tied, **changes).save_pretrained(folder)
     return policy_in(folder, dtype, device)
 
 
-def stored(file: str) -> dict[str, Trace]:
+def stored(file) -> dict[str, Trace]:
     """The groups of a trace in tests/data."""
     return {trace.name: trace for trace in load_traces(str(DATA / f"{file}.npz"))}
 
@@ -380,25 +378,25 @@ def stored(file: str) -> dict[str, Trace]:
 TOKENIZERS = read_json(DATA / "tokenizers.json")
 
 
-def published(form: str) -> Tokenizer:
+def published(form) -> Tokenizer:
     """As in a tokenizer.json that somebody has published, with a small vocabulary. A token of "no text" is empty."""
     parts = TOKENIZERS["forms"][form]
     return Tokenizer.from_str(json.dumps(parts | {"model": TOKENIZERS["models"][parts["model"]]}))
 
 
 # ------------------------------------------------------------------------------------------------ a spoilt model folder
-def rewrite(name: str, **changes) -> Callable[[Path], None]:
+def rewrite(name, **changes) -> Callable[[Path], None]:
     """Change a JSON file of the folder."""
-    def change(folder: Path) -> None:
+    def change(folder):
         known = read_json(folder / name) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps(known | changes))
 
     return change
 
 
-def tensors(change: Callable[[dict], object], name: str = "model.safetensors") -> Callable[[Path], None]:
+def tensors(change, name="model.safetensors") -> Callable[[Path], None]:
     """Change the table of tensors."""
-    def rewrite(folder: Path) -> None:
+    def rewrite(folder):
         table = load_file(folder / name)
         change(table)
         save_file(table, folder / name, {"format": "pt"})
@@ -421,7 +419,7 @@ def reward(problem, response):
 '''
 
 
-def command(root: Path, options: str, *more: str) -> list[str]:
+def command(root, options, *more) -> list[str]:
     """A good run's options and then the given ones: of two with one name the second counts."""
     usual = f"--seed {SHIFT} --out {{root}}/run --model {{root}}/model --task {{root}}/task.jsonl --num-prompts 4 "
     usual += "--group-size 2 "
@@ -433,13 +431,17 @@ def command(root: Path, options: str, *more: str) -> list[str]:
 SIXTEEN = torch.bfloat16 if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else torch.float16
 
 
-def exit_status(main: Callable, arguments: list[str]) -> int:
+def value_error(sentence) -> pytest.RaisesExc:
+    return pytest.raises(ValueError, match=sentence)
+
+
+def exit_status(main, arguments) -> int:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     return stop.value.code
 
 
-def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
+def refusal(arguments, capsys, main=None) -> str:
     """What the command (train.py, if not given) says on stderr as it refuses."""
     os.environ["COLUMNS"] = "999"  # tyro would break a long path
     status, printed = exit_status(main or train.main, arguments), capsys.readouterr()
@@ -452,21 +454,21 @@ def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
 
 
-def rows(out: Path, table: str = "metrics") -> list[dict]:
+def rows(out, table="metrics") -> list[dict]:
     return [json.loads(line) for line in (out / f"{table}.jsonl").read_text().splitlines()]
 
 
-def rows_of_run(root: Path, out: Path, options: str, *more: str) -> list[dict]:
+def rows_of_run(root, out, options, *more) -> list[dict]:
     """What a run in this process measures, the arguments as in `command`."""
     train_here(command(root, f"{options} --out {out}", *more))
     return rows(out)
 
 
-def timeless(out: Path) -> list[dict]:
+def timeless(out) -> list[dict]:
     """The rows without seconds and memory."""
     return [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows(out)]
 
 
-def outcome(out: Path) -> tuple:
+def outcome(out) -> tuple:
     """All of a run that must not depend on its being interrupted."""
     return timeless(out), (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()

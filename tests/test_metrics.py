@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import value_error
 
 from engine_adapter import Rollout
 from objectives import OBJECTIVES
@@ -15,12 +16,12 @@ from rl import make_batch
 
 def test_the_figures_of_rollouts_equal_hand_computed_values():
     """Two groups, one of them flat; one response is left out, one has no token."""
-    values = (([0, 1, 2], "length", 1.0), ([2], "stop", 0.0), ([1, 1], "stop", math.nan), ([], "stop", 0.5))
-    rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason, reward=reward,
-                    parts={"form": reward}, reward_error="x" if math.isnan(reward) else None)
-            for versions, reason, reward in values]  # fmt: skip
-    rows[3].parts, rows[2].parts, rows[3].prompt_version = {}, {}, 3
-    rows[1].parts["late"] = -0.5
+    values = (([0, 1, 2], "length", 1.0, {"form": 1.0}), ([2], "stop", 0.0, {"form": 0.0, "late": -0.5}),
+              ([1, 1], "stop", math.nan, {}), ([], "stop", 0.5, {}))  # fmt: skip
+    rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason,
+                    reward=reward, parts=parts)
+            for versions, reason, reward, parts in values]  # fmt: skip
+    rows[2].reward_error, rows[3].prompt_version = "x", 3
     has_signal = torch.tensor([[True, True], [False, False]])
     assert metrics.of_rollouts(make_batch(rows), torch.tensor([2.0, 0.0, math.nan, 1.0]), has_signal, 3) == {
         "reward": 0.5, "reward/form": 0.5, "reward/late": -0.25, "reward_errors": 1, "left_out": 1,
@@ -30,7 +31,7 @@ def test_the_figures_of_rollouts_equal_hand_computed_values():
 
 
 def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones():
-    def values(stale: int) -> dict[str, float]:
+    def values(stale) -> dict[str, float]:
         """Three rows of current weights, and so many that are stale."""
         rows = [Rollout([0], None, [5] * 4, [logprob] * 4, [version] * 4, reward=1.0, score=1.0)
                 for logprob, version in [(-0.2, 1), (-0.9, 1), (-0.5, 1)] + [(-9.0, 0)] * stale]  # fmt: skip
@@ -60,7 +61,7 @@ def test_a_mismatch_of_nan_or_of_no_token_is_an_error():
     values, zeros = torch.tensor([[math.nan, -1.0]]), torch.zeros(1, 2)
     with pytest.raises(FloatingPointError, match="1 of 2"):
         metrics.of_mismatch(values, zeros, zeros + 1)
-    with pytest.raises(ValueError, match="mask must have a response token"):
+    with value_error("mask must have a response token"):
         metrics.of_mismatch(values, zeros, zeros)
 
 

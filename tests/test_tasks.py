@@ -15,19 +15,17 @@ from tasks.toys import addition, digits
 
 
 # ------------------------------------------------------------------------------------------------ the toys
-@pytest.mark.parametrize("toy, sizes", [(addition, (18_000, 2_000)), (digits, (64, 256))])
-def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes):
+@pytest.mark.parametrize("toy, sizes, right", [
+    (addition, (18_000, 2_000), lambda a, b: f"{int(a) + int(b):04}"[::-1]),
+    (digits, (64, 256), lambda a, b: "".join(map(max, a, b)).rstrip("=")),  # the larger digit at each place
+])  # fmt: skip
+def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes, right):
     task = toy(0)
     assert (len(task.train), len(task.held_out)) == sizes
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     assert task.train == toy(0).train != toy(1).train
     assert len({p.question for p in task.sample(random.Random(3), 64, [])}) == 64
-    for problem in task.problems:
-        a, b = problem.question[:-1].split("+")
-        if toy is addition:
-            assert problem.answer == f"{int(a) + int(b):04}"[::-1]
-        else:  # the larger digit at each place
-            assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
+    assert all(problem.answer == right(*problem.question[:-1].split("+")) for problem in task.problems)
 
 
 def test_exact_match():

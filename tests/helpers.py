@@ -85,6 +85,7 @@ for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(os.environ.get("VLL
 
 
 # ------------------------------------------------------------------------------------------------ one live engine
+parametrize = pytest.mark.parametrize
 DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
 OWN_PROCESS = "PYTEST_OWN_PROCESS"  # in the child process of a test: the id of its parent
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments

@@ -1,9 +1,8 @@
 """`--gradient-checkpointing`: backward computes each layer again with the same result, or the option is refused."""
 
-import pytest
 import torch
 import transformers
-from helpers import ARCHITECTURES, qwen2, small_model, value_error
+from helpers import ARCHITECTURES, parametrize, qwen2, small_model, value_error
 
 from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
@@ -18,7 +17,7 @@ CASES = [(name, 0) for name in ("Zamba2", "OPT", *ARCHITECTURES) if "," not in n
 CASES += [(name, 2) for name in ("Llama", "GPTNeoX", "Gemma2")]
 
 
-@pytest.mark.parametrize("name, rank", CASES)
+@parametrize("name, rank", CASES)
 def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
     """Also those of adapters with this rank, which have grown; 0: without."""
     dtype = torch.bfloat16 if rank else torch.float32

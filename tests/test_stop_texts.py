@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from helpers import ROUNDING, published, rows, rows_of_run
+from helpers import ROUNDING, parametrize, published, rows, rows_of_run
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
@@ -12,7 +12,7 @@ from extras.stop_texts import StopTexts
 TEXT = "Question: What is 7 plus 8?\n\nAnswer: it is 15, né à 東京.\n#### 15\n\n\n  Question: é€🙂\n🙂🙂🙂🙂\n" * 3
 
 
-@pytest.mark.parametrize("form", ["gpt2", "llama2", "no text"])
+@parametrize("form", ["gpt2", "llama2", "no text"])
 def test_a_response_ends_with_the_token_that_completes_a_text_however_its_characters_are_cut(form):
     """Also after tokens without text, and after a byte that is no character."""
     tokenizer, rng, ended = PreTrainedTokenizerFast(tokenizer_object=published(form)), random.Random(0), 0
@@ -34,7 +34,7 @@ def test_a_response_ends_with_the_token_that_completes_a_text_however_its_charac
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("options", ["--engine transformers", "--inflight-groups 2", "--top-k 40"])
+@parametrize("options", ["--engine transformers", "--inflight-groups 2", "--top-k 40"])
 def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_not_truncated(
         options, good, tmp_path):  # fmt: skip
     """The model goes on with "============" after each question. The tokens are those that the trainer scores."""

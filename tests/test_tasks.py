@@ -5,8 +5,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-from helpers import task_of
+from helpers import parametrize, task_of
 
 from tasks import Problem, Task, exact_match
 from tasks.problem_files import drawn
@@ -15,7 +14,7 @@ from tasks.toys import addition, digits
 
 
 # ------------------------------------------------------------------------------------------------ the toys
-@pytest.mark.parametrize("toy, sizes, right", [
+@parametrize("toy, sizes, right", [
     (addition, (18_000, 2_000), lambda a, b: f"{int(a) + int(b):04}"[::-1]),
     (digits, (64, 256), lambda a, b: "".join(map(max, a, b)).rstrip("=")),  # the larger digit at each place
 ])  # fmt: skip
@@ -81,7 +80,7 @@ def test_the_fingerprint_has_the_columns_that_only_a_reward_reads():
     assert one != other
 
 
-@pytest.mark.parametrize("there_are, found", [(10**6, 10_000), (50, 50)])
+@parametrize("there_are, found", [(10**6, 10_000), (50, 50)])
 def test_a_task_that_draws_has_ten_thousand_problems_or_all_there_are(there_are, found):
     rng = random.Random(0)
     assert len(drawn(SimpleNamespace(sample=lambda: rng.randrange(there_are)))) == found

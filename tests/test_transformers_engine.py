@@ -4,8 +4,7 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-import pytest
-from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, small_model, value_error
+from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, parametrize, small_model, value_error
 
 from engine_adapter import Sampling
 from extras.transformers_engine import TransformersEngine
@@ -18,7 +17,7 @@ def ready(policy, **options) -> TransformersEngine:
     return engine
 
 
-@pytest.mark.parametrize("name, changes, max_num_seqs", [
+@parametrize("name, changes, max_num_seqs", [
     ("Qwen2", {}, 64), ("GPT2", {}, 3),  # 3: rollouts queue, cohorts of all sizes; GPT2 has learned positions
     ("Gemma2", dict(sliding_window=8), 3),
 ])  # fmt: skip

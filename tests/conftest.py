@@ -62,8 +62,7 @@ def select_for_runner_v2(config, items):
 
     unknown, others = {*PART}, [item for item in items if "engine" not in item.keywords]
     for item in items:
-        node = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
-        named = {name for name in PART if node.startswith(name)}
+        named = {name for name in PART if item.nodeid.removeprefix("tests/").startswith(name)}
         unknown -= named
         if named:
             item.add_marker("part")

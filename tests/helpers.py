@@ -46,11 +46,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
 import verify
-from engine_adapter import Engine, ParityFlags, Sampling
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from extras.inflight import InflightEngine
 from extras.shared.masks import collect_kept_sets
 from model_folder import load
-from probe.traces import Trace, load_traces
 from report.metrics import of_mismatch
 from rl import Batch, Policy, make_batch
 from tasks import Task
@@ -222,6 +221,8 @@ def drawn_ids(count, generator=None) -> list[int]:
     return [*[0, 95, *torch.randint(96, (count,), generator=generator).tolist()][: count - 1], 0][:count]
 
 
+IDS = torch.tensor([[5 + row, 6, 7, 8, 9 + row, 10] for row in range(4)])
+ROWS = make_batch([Rollout(row[:1], None, row[1:], [0.0] * 5) for row in IDS.tolist()])
 PROMPTS = [[0, 6, 7], [8, 9, 10, 11, 95], [13] * 9, [0]]
 SEEDS = [1000, 2000, 3000, 4000]
 VERSIONED = {"further": {"enable_prefix_caching": True}, "cache_salt": str}  # as of --prefix-cache versioned
@@ -368,11 +369,6 @@ def policy_of(folder, name, tied=False, dtype=torch.float32, device="cpu", **cha
     """The policy of a small model that is saved in the folder."""
     small_model(name, tied, **changes).save_pretrained(folder)
     return policy_in(folder, dtype, device)
-
-
-def stored(file) -> dict[str, Trace]:
-    """The groups of a trace in tests/data."""
-    return {trace.name: trace for trace in load_traces(str(DATA / f"{file}.npz"))}
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers

@@ -31,7 +31,7 @@ def test_the_figures_of_rollouts_equal_hand_computed_values():
 
 
 def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones():
-    def values(stale) -> dict[str, float]:
+    def values(stale):
         """Three rows of current weights, and so many that are stale."""
         rows = [Rollout([0], None, [5] * 4, [logprob] * 4, [version] * 4, reward=1.0, score=1.0)
                 for logprob, version in [(-0.2, 1), (-0.9, 1), (-0.5, 1)] + [(-9.0, 0)] * stale]  # fmt: skip

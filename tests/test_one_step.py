@@ -12,7 +12,7 @@ BACKENDS = "parity", "raw log-probabilities", "stale prefix cache"
 PRINTED = ["".join(output["text"]) for cell in CODE for output in cell["outputs"] if "text" in output]
 
 
-def checked(printed) -> dict[str, list[str]]:
+def checked(printed):
     """The rows of the summary, by backend."""
     rows = re.findall(rf"^({'|'.join(BACKENDS)}) +(.*)", printed[-1], re.M)
     summary = {name: values.split() for name, values in rows}

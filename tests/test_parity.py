@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -24,7 +23,7 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 from probe.__main__ import main as probe
-from verify import parity, proof
+from verify import proof
 from verify.parity import check
 from verify.start import prepare_environment
 
@@ -52,16 +51,16 @@ class Stack:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.after(self.llm)
 
-    def lines(self, **options) -> dict[str, parity.Line]:
+    def lines(self, **options):
         return {line.name: line for line in check(self.llm, self.model, **options)}
 
-    def verdicts(self, **options) -> dict[str, str]:
+    def verdicts(self, **options):
         return {name: line.verdict for name, line in self.lines(**options).items()}
 
     def trainer(self, temperature=0.7, top_k=None, place=-1):
         """A trainer's log-probabilities. Every argument has a wrong value."""
 
-        def logprobs(prompt, response) -> list[float]:
+        def logprobs(prompt, response):
             logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) + place:].float()
             logits = logits[: len(response)] / temperature
             smallest = logits.topk(top_k or logits.shape[-1]).values[:, -1:]
@@ -72,7 +71,7 @@ class Stack:
 
 
 @contextmanager
-def stack(folder, dtype="float32", **arguments) -> Iterator[Stack]:
+def stack(folder, dtype="float32", **arguments):
     close_live_engine()
     prepare_environment()
     made = Stack(str(folder), dtype, **arguments)

@@ -2,16 +2,14 @@
 
 import torch
 import transformers
-from helpers import ARCHITECTURES, parametrize, qwen2, small_model, value_error
+from helpers import ARCHITECTURES, ROWS, parametrize, qwen2, small_model, value_error
 
-from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Options
 from extras.shared.adapters import Adapters, factors
 from model_folder import attention_for
-from rl import Policy, make_batch
+from rl import Policy
 
-BATCH = make_batch([Rollout([5, 6, 7], 0, [8, 9, 10, 11], [0.0] * 4), Rollout([12], 0, [13, 14], [0.0] * 2)])
 # A layer of Zamba 2 is inside of another one; OPT's layers pass their own `training` to dropout.
 CASES = [(name, 0) for name in ("Zamba2", "OPT", *ARCHITECTURES) if "," not in name]
 CASES += [(name, 2) for name in ("Llama", "GPTNeoX", "Gemma2")]
@@ -28,7 +26,7 @@ def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
             factors(layer)[1].data.normal_(0, 0.1)
     policy, passes = Policy(model), []
     trained = [each for each in model.parameters() if each.requires_grad]
-    gradients = lambda: torch.autograd.grad(policy.score(BATCH)["logprobs"].sum(), trained)  # noqa: E731
+    gradients = lambda: torch.autograd.grad(policy.score(ROWS)["logprobs"].sum(), trained)  # noqa: E731
     expected = gradients()
     checkpoint_layers(model)
     assert all(each.grad is None for each in trained)

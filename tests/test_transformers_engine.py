@@ -11,7 +11,7 @@ from extras.transformers_engine import TransformersEngine
 from rl import Policy
 
 
-def ready(policy, **options) -> TransformersEngine:
+def ready(policy, **options):
     engine = TransformersEngine(policy, **options)
     engine.load(policy.weights(), policy.response_logprobs)
     return engine

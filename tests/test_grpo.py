@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine  # some start none, but the page imports vllm
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 
 
-def rows_of_page(job) -> list[dict]:
+def rows_of_page(job):
     """One for each step."""
     import grpo
 
@@ -37,7 +37,7 @@ def rows_of_page(job) -> list[dict]:
     return rows
 
 
-def rows_of_core(job) -> list[dict]:
+def rows_of_core(job):
     """One for each step, the last one with the held-out reward."""
     del job["out"]
     trainer = built(Path(job["model"]).parent, Path(mkdtemp()), engine="vllm", micro_batch_tokens=1000,
@@ -51,12 +51,12 @@ def rows_of_core(job) -> list[dict]:
     return rows
 
 
-def of_both(options, page, core) -> tuple[list[dict], list[dict]]:
+def of_both(options, page, core):
     """The same job in the options of each program."""
     return rows_of_page(options | page), rows_of_core(options | core)
 
 
-def without(fix) -> tuple[dict, dict]:
+def without(fix):
     return {fix: False}, {"parity": ParityFlags(**{fix: False})}
 
 
@@ -69,7 +69,7 @@ def assert_equal(page, core):
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory) -> dict:
+def options(tmp_path_factory):
     """A small job. Its prompts are longer than a block of the prefix cache and come back in later steps.
 
     The answer to a question is the last number in a quarter or more of the model's own responses: each step has signal.
@@ -219,7 +219,7 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     """A file that is no list of problems, a model whose weights are not those of its config.json, and options that
     cannot work.
     """
-    def refusal(*words) -> str:
+    def refusal(*words):
         with pytest.raises(SystemExit) as refused:
             command(options, *words)
         return str(refused.value)

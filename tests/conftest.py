@@ -39,10 +39,12 @@ NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py ref
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "engine: starts a vLLM engine, in this process or in a child process")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; a GPU machine runs `pytest -m gpu tests`")
-    config.addinivalue_line("markers", "own_process: runs in a child process")
-    config.addinivalue_line("markers", "part: of the tests that `make test` runs on model runner V2 too")
+    for marker in (
+        "engine: starts a vLLM engine, in this process or in a child process",
+        "gpu: needs a CUDA device; a GPU machine runs `pytest -m gpu tests`", "own_process: runs in a child process",
+        "part: of the tests that `make test` runs on model runner V2 too",
+    ):  # fmt: skip
+        config.addinivalue_line("markers", marker)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -61,8 +63,7 @@ def select_for_runner_v2(config, items):
 
     unknown, others = {*PART}, [item for item in items if "engine" not in item.keywords]
     for item in items:
-        node = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
-        named = {name for name in PART if node.startswith(name)}
+        named = {name for name in PART if item.nodeid.removeprefix("tests/").startswith(name)}
         unknown -= named
         if named:
             item.add_marker("part")
@@ -135,7 +136,7 @@ def good(tmp_path_factory) -> Path:
 @pytest.fixture
 def loaded(tmp_path) -> Callable[..., Task]:
     """Loads the task of a Python text, written to task.py, or of rows, written to rows.jsonl."""
-    def load(content: str | list[dict], seed: int = 0, **options) -> Task:
+    def load(content, seed=0, **options) -> Task:
         path = tmp_path / ("task.py" if isinstance(content, str) else "rows.jsonl")
         path.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)))
         return task_of(path, seed, **options)

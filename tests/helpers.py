@@ -22,13 +22,12 @@ from importlib.util import find_spec
 from multiprocessing import Process, get_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub: what asks for one fails at once
 
 import gpu_path  # noqa: F401  # before torch
-import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -65,8 +64,12 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 
 
-def read_json(path: Path) -> Any:
+def read_json(path) -> Any:
     return json.loads(path.read_text())
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 DESCRIBED = read_json(DATA / "classes.json")
@@ -77,12 +80,12 @@ CLASSES = DESCRIBED["classes"]
 # ------------------------------------------------------------------------------------------------ other seeds
 SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to the seeds of models, runs, and what a test draws without one
 # In this process vLLM takes the kernels of a CPU without BF16 instructions (avx512), or without AVX-512 too (avx2).
-KERNELS = os.environ.get("VLLM_KERNELS")
-for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(KERNELS, []):
+for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(os.environ.get("VLLM_KERNELS"), []):
     setattr(torch.cpu, f"_is_avx512_{each}supported", lambda: False)
 
 
 # ------------------------------------------------------------------------------------------------ one live engine
+parametrize = pytest.mark.parametrize
 DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
 OWN_PROCESS = "PYTEST_OWN_PROCESS"  # in the child process of a test: the id of its parent
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
@@ -96,7 +99,7 @@ if not torch.cuda.is_available():
     gc.freeze = gc.unfreeze = lambda: None
 
 
-def close_live_engine() -> None:
+def close_live_engine():
     """Before anything but `started` starts an engine: a process holds one."""
     if Engine.live is not None:
         Engine.live.close()
@@ -105,7 +108,7 @@ def close_live_engine() -> None:
     freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
 
 
-def train_here(arguments: list[str]) -> None:
+def train_here(arguments):
     """train.py in this process, without pictures, which take more time than a small run. test_watching.py draws."""
     close_live_engine()
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +116,7 @@ def train_here(arguments: list[str]) -> None:
         train.main(arguments)
 
 
-def run_script(name: str, *words: object) -> None:
+def run_script(name, *words):
     """A file of ours as a command, in this process."""
     close_live_engine()
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +125,7 @@ def run_script(name: str, *words: object) -> None:
     gc.collect()  # an engine of the page ends here
 
 
-def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: str) -> subprocess.CompletedProcess:
+def python(*words, folder=ROOT, status=0, **environment) -> subprocess.CompletedProcess:
     """A Python of its own in the folder. It must end with this status."""
     program = [sys.executable, *map(str, words)]
     done = subprocess.run(program, cwd=folder, env=os.environ | environment, capture_output=True, text=True,
@@ -131,7 +134,7 @@ def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: 
     return done
 
 
-def copied(folder: Path, *without: str) -> Path:
+def copied(folder, *without) -> Path:
     """All that a run needs, in a folder of its own, except for files and folders of these names."""
     left_out = ".*", "docs", "tests", "runs", "exercises", "lab", *without
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
@@ -144,7 +147,7 @@ def copied(folder: Path, *without: str) -> Path:
 CHILD = get_context("fork" if os.environ["OMP_NUM_THREADS"] == "1" else "spawn")
 
 
-def forked(function: Callable, *arguments) -> Process:
+def forked(function, *arguments) -> Process:
     """A child process that calls a function of a module. It starts at once, with all that this process has imported."""
     close_live_engine()
     process = CHILD.Process(target=function, args=arguments)
@@ -152,20 +155,20 @@ def forked(function: Callable, *arguments) -> Process:
     return process
 
 
-def config_of(parity: ParityFlags | None = None, **options) -> Config:
+def config_of(parity=None, **options) -> Config:
     """From options by their own names, whatever their group."""
     assert options.keys() <= Config().flat().keys(), options
     return changed(Config(), options | asdict(parity or ParityFlags()))
 
 
-def changed(group: object, options: dict) -> object:
+def changed(group, options) -> object:
     """A dataclass of options, and of groups of them, with these."""
     return replace(group, **{
         name: changed(value, options) if is_dataclass(value) else options.get(name, value)
         for name, value in vars(group).items()})  # fmt: skip
 
 
-def built(root: Path, out: Path, **options) -> Sides:
+def built(root, out, **options) -> Sides:
     """All of train.py up to the first step, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
                  engine="transformers", seed=SHIFT)  # fmt: skip
@@ -176,12 +179,12 @@ def built(root: Path, out: Path, **options) -> Sides:
     return first_load(run, policy, run.engine_kind.start(run, policy))
 
 
-def task_of(name: str | Path, seed: int = 0, **options) -> Task:
+def task_of(name, seed=0, **options) -> Task:
     """The task of --task `name`."""
     return load_task(str(name), seed, Options(**options))
 
 
-def load_into(engine: Engine, policy: Policy, weights: dict | None = None, is_new_version: bool = True) -> None:
+def load_into(engine, policy, weights=None, is_new_version=True):
     """Load the policy's weights, or others, into an engine of `started`, and check it as a run does."""
     weights = policy.weights() if weights is None else weights
     engine.load(weights, is_new_version)
@@ -189,15 +192,13 @@ def load_into(engine: Engine, policy: Policy, weights: dict | None = None, is_ne
     checks_of(engine).run_canary(policy)
 
 
-def checks_of(engine: Engine) -> verify.Checks:
+def checks_of(engine) -> verify.Checks:
     """Those of an engine of `started`, or of a `TransformersEngine`."""
     return checks.get(engine) or NothingToCompare(engine, verify.Options())
 
 
 @contextmanager
-def started(
-    folder: Path | str, policy: Policy, parity: ParityFlags | None = None, in_flight: bool = False, **options,
-) -> Iterator[Engine]:
+def started(folder, policy, parity=None, in_flight=False, **options) -> Iterator[Engine]:
     """A live engine for the architecture in `folder`. It holds the policy's weights.
 
     The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. With
@@ -206,8 +207,8 @@ def started(
     folder, shapes = str(folder), {name: tensor.shape for name, tensor in policy.weights().items()}
     parity = parity or ParityFlags()
     how = verify.Options(**{name: options.pop(name) for name in ("verify_loads", "canary_nats") if name in options})
-    options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype} | options
-    options["collect"] = collect_kept_sets
+    options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
+               "collect": collect_kept_sets} | options  # fmt: skip
     key = repr((folder, shapes, parity, in_flight, how, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
@@ -228,11 +229,13 @@ def started(
 
 
 # ------------------------------------------------------------------------------------------------ values of both sides
-def drawn_ids(count: int, generator: torch.Generator | None = None) -> list[int]:
+def drawn_ids(count, generator=None) -> list[int]:
     """Random ids, with 0 at both ends and the vocabulary's last one: no id stands for padding."""
     return [*[0, 95, *torch.randint(96, (count,), generator=generator).tolist()][: count - 1], 0][:count]
 
 
+IDS = torch.tensor([[5 + row, 6, 7, 8, 9 + row, 10] for row in range(4)])
+ROWS = make_batch([Rollout(row[:1], None, row[1:], [0.0] * 5) for row in IDS.tolist()])
 PROMPTS = [[0, 6, 7], [8, 9, 10, 11, 95], [13] * 9, [0]]
 SEEDS = [1000, 2000, 3000, 4000]
 VERSIONED = {"further": {"enable_prefix_caching": True}, "cache_salt": str}  # as of --prefix-cache versioned
@@ -240,24 +243,24 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
 @torch.no_grad()
-def scored(policy: Policy, rollouts: list[Rollout], temperature: float) -> Batch:
+def scored(policy, rollouts, temperature) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
     return replace(batch, old_logprobs=at(policy, temperature).logprobs(batch))
 
 
-def at(policy: Policy, temperature: float) -> Policy:
+def at(policy, temperature) -> Policy:
     """The policy that scores at this temperature."""
     return policy.with_(head=replace(policy.head, temperature=temperature))
 
 
-def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
+def mismatch(policy, engine, sampling=WARM, prompts=PROMPTS) -> dict[str, float]:
     batch = scored(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
     return of_mismatch(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
 
 
 @torch.no_grad()
-def floors_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> float:
+def floors_of(policy, rollouts, temperature) -> float:
     """The mismatch (mean or largest, whichever is worse) over the noise floor, which is the distance of the trainer's
     values from those of its model in twice the precision. If both sides are right, it is about 1 on any CPU.
     """
@@ -272,7 +275,7 @@ def floors_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> fl
     return max(apart.mean() / floor.mean(), apart.max() / floor.max()).item()
 
 
-def floors(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> float:
+def floors(policy, engine, sampling=WARM, prompts=PROMPTS) -> float:
     return floors_of(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
 
 
@@ -280,7 +283,7 @@ AT_PARITY = 10  # floors; the least planted fault has 300
 ROUNDING = 1e-4  # nats in float32, where no floor is measured: 50 times what CPUs show, a hundredth of a planted fault
 
 
-def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
+def move(policy, scale=0.02, seed=7):
     """Stands for an optimizer step."""
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -289,14 +292,14 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
 
 
 @torch.no_grad()
-def flip_a_bit(tensor: torch.Tensor) -> None:
+def flip_a_bit(tensor):
     """The last bit of the largest value."""
     number = {4: torch.int32, 2: torch.int16}[tensor.itemsize]
     tensor.view(-1).view(number)[tensor.abs().argmax()] ^= 1
 
 
 # ------------------------------------------------------------------------------------------------ in flight
-def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
+def move_and_load(policy, engine, scale=0.02, seed=0):
     """Sleep, an optimizer step, wake, load: as train_step does it."""
     engine.sleep()
     move(policy, scale, seed)
@@ -305,7 +308,7 @@ def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) ->
 
 
 # ------------------------------------------------------------------------------------------------ small models
-def qwen2(tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
+def qwen2(tied=False, seed=0, dtype=torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed + SHIFT)
     model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied, "pad_token_id": None}
@@ -331,7 +334,7 @@ MATRIX_PROMPTS = [[95, *range(i, 23 + i)] for i in range(4)]  # with the respons
 MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 
 
-def dtypes_of(name: str) -> list[torch.dtype]:
+def dtypes_of(name) -> list[torch.dtype]:
     """Those in which the CPU build is right: recurrent layers are refused in 16 bits."""
     if name == "Qwen3_5":
         return [torch.bfloat16]
@@ -339,7 +342,7 @@ def dtypes_of(name: str) -> list[torch.dtype]:
 
 
 @cache
-def import_qwen3_5() -> None:
+def import_qwen3_5():
     """vLLM imports torchvision for it, also for text alone. Where there is none, empty modules stand for it."""
     if find_spec("torchvision"):
         return
@@ -351,7 +354,7 @@ def import_qwen3_5() -> None:
         import_module("vllm.model_executor.models.qwen3_5")
 
 
-def small_model(name: str, tied: bool = False, **changes) -> PreTrainedModel:
+def small_model(name, tied=False, **changes) -> PreTrainedModel:
     """Random; untied, its logits are so wide that a lost scale or cap shows. `changes` are of the text model."""
     if name == "Qwen3_5":
         import_qwen3_5()
@@ -371,64 +374,39 @@ def small_model(name: str, tied: bool = False, **changes) -> PreTrainedModel:
     return model.eval()
 
 
-def policy_in(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Policy:
+def policy_in(folder, dtype=torch.float32, device="cpu") -> Policy:
     return Policy(load(str(folder), dtype).to(device))
 
 
-def policy_of(
-    folder: Path, name: str, tied: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes
-) -> Policy:
+def policy_of(folder, name, tied=False, dtype=torch.float32, device="cpu", **changes) -> Policy:
     """The policy of a small model that is saved in the folder."""
     small_model(name, tied, **changes).save_pretrained(folder)
     return policy_in(folder, dtype, device)
-
-
-class Stored(NamedTuple):
-    """What a version of vLLM has sampled."""
-
-    sampling: dict[str, float]
-    rollouts: list[Rollout]
-    dtype: str
-
-
-def stored(file: str) -> dict[str, Stored]:
-    """The groups of a file in tests/data."""
-    arrays = dict(numpy.load(DATA / f"{file}.npz"))
-    meta = json.loads(arrays.pop("meta").item())
-    prompts = arrays["prompt_ids"].tolist()
-    groups = {}
-    for name, sampling in meta["groups"].items():
-        rollouts = []
-        for prompt, row, logprobs in zip(prompts, arrays[f"{name}/tokens"], arrays[f"{name}/logprobs"], strict=True):
-            length = (row >= 0).sum()
-            rollouts.append(Rollout(prompt, None, row[:length].tolist(), logprobs[:length].tolist()))
-        groups[name] = Stored(sampling, rollouts, meta["dtype"])
-    return groups
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers
 TOKENIZERS = read_json(DATA / "tokenizers.json")
 
 
-def published(form: str) -> Tokenizer:
+def published(form) -> Tokenizer:
     """As in a tokenizer.json that somebody has published, with a small vocabulary. A token of "no text" is empty."""
     parts = TOKENIZERS["forms"][form]
     return Tokenizer.from_str(json.dumps(parts | {"model": TOKENIZERS["models"][parts["model"]]}))
 
 
 # ------------------------------------------------------------------------------------------------ a spoilt model folder
-def rewrite(name: str, **changes) -> Callable[[Path], None]:
+def rewrite(name, **changes) -> Callable[[Path], None]:
     """Change a JSON file of the folder."""
-    def change(folder: Path) -> None:
+    def change(folder):
         known = read_json(folder / name) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps(known | changes))
 
     return change
 
 
-def tensors(change: Callable[[dict], object], name: str = "model.safetensors") -> Callable[[Path], None]:
+def tensors(change, name="model.safetensors") -> Callable[[Path], None]:
     """Change the table of tensors."""
-    def rewrite(folder: Path) -> None:
+    def rewrite(folder):
         table = load_file(folder / name)
         change(table)
         save_file(table, folder / name, {"format": "pt"})
@@ -453,7 +431,7 @@ def reward(problem, response):
 LONG = PYTHON.replace('f"{number}+1="', 'f"{number:02d}" * 18 + "="')
 
 
-def command(root: Path, options: str, *more: str) -> list[str]:
+def command(root, options, *more) -> list[str]:
     """A good run's options and then the given ones: of two with one name the second counts."""
     usual = f"--seed {SHIFT} --out {{root}}/run --model {{root}}/model --task {{root}}/task.jsonl --num-prompts 4 "
     usual += "--group-size 2 "
@@ -465,13 +443,17 @@ def command(root: Path, options: str, *more: str) -> list[str]:
 SIXTEEN = torch.bfloat16 if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else torch.float16
 
 
-def exit_status(main: Callable, arguments: list[str]) -> int:
+def value_error(sentence) -> pytest.RaisesExc:
+    return pytest.raises(ValueError, match=sentence)
+
+
+def exit_status(main, arguments) -> int:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     return stop.value.code
 
 
-def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
+def refusal(arguments, capsys, main=None) -> str:
     """What the command (train.py, if not given) says on stderr as it refuses."""
     os.environ["COLUMNS"] = "999"  # tyro would break a long path
     status, printed = exit_status(main or train.main, arguments), capsys.readouterr()
@@ -484,21 +466,21 @@ def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
 
 
-def rows(out: Path, table: str = "metrics") -> list[dict]:
+def rows(out, table="metrics") -> list[dict]:
     return [json.loads(line) for line in (out / f"{table}.jsonl").read_text().splitlines()]
 
 
-def rows_of_run(root: Path, out: Path, options: str, *more: str) -> list[dict]:
+def rows_of_run(root, out, options, *more) -> list[dict]:
     """What a run in this process measures, the arguments as in `command`."""
     train_here(command(root, f"{options} --out {out}", *more))
     return rows(out)
 
 
-def timeless(out: Path) -> list[dict]:
+def timeless(out) -> list[dict]:
     """The rows without seconds and memory."""
     return [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows(out)]
 
 
-def outcome(out: Path) -> tuple:
+def outcome(out) -> tuple:
     """All of a run that must not depend on its being interrupted."""
     return timeless(out), (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()

@@ -5,6 +5,7 @@ from decimal import Decimal
 from time import perf_counter
 
 import pytest
+from helpers import parametrize, value_error
 
 from tasks import Problem
 from tasks.answers import Answers, Unreadable, last_number, plain_number
@@ -37,15 +38,15 @@ def test_the_last_number_is_a_plain_one_or_none():
 
 
 @pytest.fixture(scope="module")
-def answers() -> Answers:
+def answers():
     return Answers(limit_s=60)
 
 
-def problem(answer: str) -> Problem:
+def problem(answer):
     return Problem("?", answer, f"line {answer}")
 
 
-@pytest.mark.parametrize("sign", "-\u2212\u2010\u2011\u2013\ufe63\uff0d")
+@parametrize("sign", "-\u2212\u2010\u2011\u2013\ufe63\uff0d")
 def test_each_minus_sign_is_one_but_a_dash_between_words_is_none(answers, sign):
     for text in (f"The answer is {sign}5.", f"\u7b54\u6848\u662f{sign}5", rf"\boxed{{{sign}5}}"):
         assert [answers.reward(problem(gold), text) for gold in ("5", "-5", f"{sign}5")] == [0, 1, 1]
@@ -241,7 +242,7 @@ $\left[\begin{array}{rr}1 & 2 \\ 3 & 4\end{array}\right]$ =/= \boxed{\begin{bmat
 KINDS = dict(zip(*[iter(re.split(r"\n# (.*)\n", PAIRS)[1:])] * 2, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize("kind", KINDS)
 def test_a_response_is_graded_as_people_grade_it(answers, kind):
     for line in KINDS[kind].strip().split("\n"):
         answer, sign, responses = re.split(" (=>|=/=) ", line.replace("⏎", "\n"))
@@ -256,7 +257,7 @@ READ = (
 NOT_READ = "12\u202f345 ~ 1_000 ~ 0x1F ~ ...42 ~ 1 1/2 ~ 5 gum ~ 1e999999 ~ diverges"
 
 
-@pytest.mark.parametrize("answer", READ.split(" ~ "))
+@parametrize("answer", READ.split(" ~ "))
 def test_another_digit_or_letter_in_an_answer_that_is_read_is_another_answer(answers, answer):
     assert answers.reward(problem(answer), rf"\boxed{{{answer}}}") == 1
     for found in re.finditer(r"\\(?:begin|end|mbox)\{[^}]*\}|\\[a-z]+|[\da-zA-Z]", answer):
@@ -279,7 +280,7 @@ def test_answers_that_mean_the_same(answers):
         assert not answers.same(one, "41")
 
 
-@pytest.mark.parametrize("response", [
+@parametrize("response", [
     "\\boxed{" + "{" * 50_000 + "}" * 50_001, "1" * 100_000 + "x", "1," * 50_000, "\\boxed{5" + " " * 100_000 + "x}",
     "answer is " * 10_000, "A)" * 50_000, "\\boxed{" + "x+" * 20_000 + "1}",
 ])  # fmt: skip
@@ -294,5 +295,5 @@ def test_without_math_verify_answers_are_numbers_and_letters(loaded, tmp_path, m
     monkeypatch.setattr("tasks.answers.MATH_ANSWERS", str(tmp_path / "absent.py"))
     rows = [{"question": f"{answer}?", "answer": answer} for answer in (1, "$1,200", "#### -7", "B", "1/2")]
     assert len(loaded(rows[:4]).train) == 3
-    with pytest.raises(ValueError, match=r"'1/2' is no plain number.*pip install math-verify.*ModuleNotFoundError"):
+    with value_error(r"'1/2' is no plain number.*pip install math-verify.*ModuleNotFoundError"):
         loaded(rows)

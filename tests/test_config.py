@@ -5,19 +5,18 @@ import math
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
-import pytest
 import torch
 import tyro
-from helpers import config_of
+from helpers import config_of, parametrize, value_error
 
 from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
 from train import Config
 
 
 def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
-    words = ["--lr", "2e-3", "--parity.no-fp32-head", "--engine", "vllm", "--eval-every", "7"]
+    words = "--lr 2e-3 --parity.no-fp32-head --engine vllm --eval-every 7"
     config = config_of(ParityFlags(fp32_head=False), lr=2e-3, eval_every=7)
-    assert tyro.cli(Config, args=words) == config
+    assert tyro.cli(Config, args=words.split()) == config
     flat = config.flat()
     assert config.given == {"lr", "eval_every"} and flat == config.defaults() | {
         "lr": 2e-3, "eval_every": 7, "parity": asdict(config.parity)}
@@ -46,7 +45,7 @@ def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_i
 
     rows = [Setting("fcfs", "scheduling_policy", "fcfs", "priority"), Setting("own", "enable_lora", True, False)]
     monkeypatch.setattr("engine_adapter.SETTINGS", SETTINGS + rows[:1])
-    with pytest.raises(ValueError, match=r"a flag of ParityFlags must have a row of SETTINGS, \{'own'\} have none"):
+    with value_error(r"a flag of ParityFlags must have a row of SETTINGS, \{'own'\} have none"):
         wanted_settings(Fork())
     monkeypatch.setattr("engine_adapter.SETTINGS", SETTINGS + rows)
     for fcfs, value in (True, "fcfs"), (False, "priority"):
@@ -76,7 +75,7 @@ RANGES = """[0, 999999] steps
 [1e-30, 1e6] kv_cache_gib reward_limit_s"""
 
 
-@pytest.mark.parametrize("line", RANGES.split("\n"))
+@parametrize("line", RANGES.split("\n"))
 def test_an_option_takes_the_ends_of_its_range_and_nothing_beyond(line):
     ends, names = json.loads(line[: line.index("]") + 1]), line.partition("] ")[2]
     beyond = [end + side if isinstance(end, int) else math.nextafter(end, side * math.inf)

@@ -5,9 +5,8 @@ weights. It is exactly 0 only if the same arithmetic computes both sides, and Ad
 steps.
 """
 
-import pytest
 import torch
-from helpers import PYTHON, built
+from helpers import PYTHON, built, parametrize
 
 from train import train_step
 
@@ -17,8 +16,8 @@ OPTIONS = [  # without and with a KL term
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@parametrize("dtype", ["float32", "bfloat16", "float16"])
+@parametrize("options", OPTIONS, ids=str)
 def test_a_constant_reward_moves_no_weight(good, tmp_path, dtype, options):
     (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
     trainer = built(good, tmp_path, task=str(tmp_path / "task.py"), lr=1e-4, lr_warmup_steps=0, max_new_tokens=6,
@@ -27,9 +26,7 @@ def test_a_constant_reward_moves_no_weight(good, tmp_path, dtype, options):
     before = trainer.policy.copied_weights()
     for step in (1, 2):
         metrics = train_step(trainer, step).metrics
-        if options:
-            assert (metrics["kl_ref"], metrics["grad_norm"], metrics["updates"]) == (0.0, 0.0, 2)
-        else:
-            assert metrics["skipped_updates"] == 2
+        expected = dict(kl_ref=0.0, grad_norm=0.0, updates=2) if options else dict(skipped_updates=2)
+        assert metrics | expected == metrics
     assert trainer.engine.weight_version == (3 if options else 1)  # without a step there are no new weights
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.copied_weights().items())

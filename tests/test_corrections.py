@@ -5,16 +5,15 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
-import pytest
 import torch
-from helpers import config_of
+from helpers import config_of, parametrize, value_error
 
 from engine_adapter import ParityFlags
 from extras.rejection import REJECTIONS, Options
 from objectives import CORRECTIONS
 
 
-def ragged() -> SimpleNamespace:
+def ragged():
     """(6, 8) in float64. The mismatch is small in some rows, large in others, huge outside the mask. A row has 0 to 8
     tokens.
     """
@@ -31,14 +30,14 @@ BOUNDS = {"token": (0.5, 2), "sequence": (0.5, 2), "geometric": (0.99, 1.01), "w
           "trm": (-math.inf, 0.05), "binary_tv": (-math.inf, 0.2)}  # fmt: skip
 
 
-def by_hand(old: torch.Tensor, behavior: torch.Tensor) -> tuple[dict, dict]:
+def by_hand(old, behavior):
     """The weights, and what is rejected, of one response's tokens (N,)."""
     ratio = old.exp() / behavior.exp()
     whole = ratio.prod().expand_as(ratio)
     statistics = {"token": ratio, "sequence": whole, "geometric": whole ** (1 / len(ratio)), "worst": ratio,
                   "trm": (ratio - 1 - ratio.log()).max().expand_as(ratio),
                   "binary_tv": (old.exp() - behavior.exp()).abs()}  # fmt: skip
-    rejected = {name: (values < BOUNDS[name][0]) | (values > BOUNDS[name][1]) for name, values in statistics.items()}
+    rejected = {name: (statistics[name] < low) | (statistics[name] > high) for name, (low, high) in BOUNDS.items()}
     rejected["worst"] = rejected["worst"].any().expand_as(ratio)
     # The least product is verl's and SkyRL's limit.
     weights = {"off": torch.ones_like(ratio), "token": ratio, "sequence": whole.clamp(min=math.exp(-20))}
@@ -47,7 +46,8 @@ def by_hand(old: torch.Tensor, behavior: torch.Tensor) -> tuple[dict, dict]:
 
 def test_weights_and_rejections_equal_their_definitions_on_60_ragged_batches():
     shares = dict.fromkeys(REJECTIONS, 0.0)
-    for batch in (ragged() for _ in range(60)):
+    for _ in range(60):
+        batch = ragged()
         sides, inside = [*vars(batch).values()], batch.mask > 0
         rows = [by_hand(old[at], behavior[at])
                 for old, behavior, at in zip(*sides[:2], inside, strict=True) if at.any()]
@@ -72,14 +72,14 @@ def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
     assert Options(reject="trm", reject_high=0.5).rule == REJECTIONS["trm"]._replace(bounds=(-math.inf, 0.5))
 
 
-@pytest.mark.parametrize("option, name", [*product(["tis"], [*CORRECTIONS][1:]), *product(["reject"], REJECTIONS)])
+@parametrize("option, name", [*product(["tis"], [*CORRECTIONS][1:]), *product(["reject"], REJECTIONS)])
 def test_a_correction_is_refused_while_a_fix_is_off_with_one_way_around_and_with_two_policies_always(option, name):
     correction = {option: name}
     config_of(**correction)
-    with pytest.raises(ValueError, match=f"{option} must be off with two_policy"):
+    with value_error(f"{option} must be off with two_policy"):
         config_of(**correction, two_policy=True, correct_a_broken_backend=True)
     for fix in vars(ParityFlags()):
         off = correction | {"parity": ParityFlags(**{fix: False}), "top_p": 0.9 if fix == "sampling_mask" else 1.0}
         config_of(**off, correct_a_broken_backend=True)
-        with pytest.raises(ValueError, match=f"a correction hides the broken.*, got {option} {name} without {fix};"):
+        with value_error(f"a correction hides the broken.*, got {option} {name} without {fix};"):
             config_of(**off)

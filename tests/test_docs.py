@@ -2,11 +2,9 @@
 
 import re
 import shlex
-from pathlib import Path
 
-import pytest
 import tyro
-from helpers import ROOT, read_json
+from helpers import ROOT, parametrize, read_json
 
 import probe.__main__ as probe
 from engine_adapter import Rollout
@@ -23,10 +21,10 @@ CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or i
 PROGRAMS = {"train": Config, "lab.study": study.Options}
 PROBE = {"layers": probe.Layers}
 OF_OTHERS = "logprobs-mode", "enable-prefix-caching", "algo.", "vllm.", "ds.", "deps"  # vLLM, OpenRLHF, pip
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def defines(name: str, file: Path) -> bool:
+def defines(name, file):
     """Does the file define this function, class, table, or CLASS.METHOD?"""
     text = file.read_text()
     owner, _, last = name.rpartition(".")
@@ -35,7 +33,7 @@ def defines(name: str, file: Path) -> bool:
     return bool(re.search(rf"^ *((def|class) )?{last}\b *[(:=]", text, re.M))
 
 
-def read(page: Path) -> str:
+def read(page):
     """The text of a page; of a notebook its Markdown cells."""
     if page.suffix == ".md":
         return page.read_text()
@@ -43,7 +41,7 @@ def read(page: Path) -> str:
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     headings = re.findall(r"^#+ (.*)", CODE.sub("", read(page)), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -67,13 +65,13 @@ def test_the_readme_leads_to_each_page():
 def test_each_page_that_the_code_names_exists():
     files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.txt"), ROOT / "Makefile", ROOT / "setup.sh"]
     named = re.findall(r"\b(?:docs|dev)/[\w-]+\.(?:md|ipynb)\b", "".join(file.read_text() for file in files))
-    assert {page for page in named if not (ROOT / page).exists()} == set()
+    assert [page for page in named if not (ROOT / page).exists()] == []
 
 
 def test_each_test_that_the_table_of_faults_names_exists():
-    rows = read_json(ROOT / "docs" / "records" / "vllm-rl.json")["rows"]
-    named = {name for row in rows for name in row["noticed"]["tests"]}
-    assert [name for name in named if not defines(name.rpartition("::")[2], ROOT / name.partition("::")[0])] == []
+    for row in read_json(study.RECORDS / "vllm-rl.json")["rows"]:
+        for file, _, name in (test.partition("::") for test in row["noticed"]["tests"]):
+            assert defines(name, ROOT / file), name
 
 
 @each_page
@@ -116,7 +114,7 @@ def test_each_option_exists():
     sources = [file.read_text().replace("_", "-") for file in files]
     flags = re.findall(r"--(?:no-)?([a-z][\w.-]*\w)", " ".join(map(read, PAGES)))
     unknown = {*flags} - {*re.findall(r"[a-z][\w.-]*", " ".join(helps + sources))}
-    assert {flag for flag in unknown if not flag.startswith(OF_OTHERS)} == set()
+    assert [flag for flag in unknown if not flag.startswith(OF_OTHERS)] == []
 
 
 def test_the_examples_of_an_own_job_run(tmp_path):
@@ -126,11 +124,11 @@ def test_the_examples_of_an_own_job_run(tmp_path):
         path = tmp_path / f"{name}.py"
         path.write_text(code.partition("\n")[2])
         files[name] = TaskFile(str(path), 0, 60)
-    problem, reward = Problem(*files["sorting"].sample(), ""), files["sorting"].reward
-    assert sorted(problem.answer) == list(problem.answer)
-    assert [reward(problem, response) for response in (f"It is {problem.answer}.", "hgfedcba", "")] == [1, 0, 0]
-    assert files["mine"].reward(problem, "") is None
-    assert files["mine"].reward(problem, problem.answer) == {"right": 1.0, "length": -0.006}
+    problem = Problem(*files["sorting"].sample(), "")
+    answer, sorting, mine = problem.answer, files["sorting"].reward, files["mine"].reward
+    assert sorted(answer) == [*answer]
+    assert [sorting(problem, response) for response in (f"It is {answer}.", "hgfedcba", "")] == [1, 0, 0]
+    assert [mine(problem, response) for response in ("", answer)] == [None, {"right": 1.0, "length": -0.006}]
     problem = Problem(*files["six"].problems()[7], "")
     rollouts = [Rollout([1], 0, [5] * 4), Rollout([1], 0, [5])]
     assert files["six"].grade([(problem, [problem.answer, "no"], rollouts)]) == [[0.25, 0.0]]

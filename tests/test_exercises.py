@@ -6,6 +6,7 @@ import re
 import numpy
 import pytest
 import torch
+from helpers import parametrize
 
 import objectives
 import rl
@@ -115,7 +116,7 @@ def test_all_is_green_with_the_cores_functions_and_no_solution_is_shipped(monkey
     assert inspect.getsource(functions).count("raise NotImplementedError") == 8
 
 
-@pytest.mark.parametrize("trap", [line for line in TRAPS.splitlines() if line[0] != "#"])
+@parametrize("trap", [line for line in TRAPS.splitlines() if line[0] != "#"])
 def test_a_trap_turns_one_test_red_whose_message_names_it(trap, monkeypatch):
     name, right, wrong, message = trap.split(" | ")
     function = eval(name)

@@ -5,8 +5,7 @@ from functools import cache, reduce
 from operator import getitem
 from statistics import fmean, median
 
-import pytest
-from helpers import ROOT, read_json
+from helpers import ROOT, parametrize, read_json
 
 from lab.study import RECORDS, by_seed, paired
 
@@ -19,16 +18,16 @@ NAMES = r"""(?x)\b([vV][01]('s)?|0\.(8\.5|18\.1)|0\.[16]\ million|0\.5(\ billion
     |mismatch\ 1\.6e-08|backend\ 0\.0%|"[\d+=]+"|\]\(\S+\)|\[(below\ )?[\d.]+\]|95%"""
 
 
-def words(text: str) -> str:
+def words(text):
     return " ".join(text.split()).replace(" %", "%")
 
 
 @cache
-def read(record: str) -> dict:
+def read(record):
     return read_json(RECORDS / f"{record}.json")
 
 
-def measured(source: str | list) -> tuple[dict, dict]:
+def measured(source):
     """The values of a claim and those of its reference, by seed."""
     if isinstance(source, list):
         record, *keys = source
@@ -39,7 +38,7 @@ def measured(source: str | list) -> tuple[dict, dict]:
     return by_seed(read(record)["cells"][cell], metric), theirs
 
 
-def computed(text: str, source: str | list) -> str:
+def computed(text, source):
     """The text with the statistics of its source, written as the pages write numbers."""
     ours, theirs = measured(source)
     difference, half = paired(ours, theirs)
@@ -52,7 +51,7 @@ def computed(text: str, source: str | list) -> str:
     return re.sub(r"(?<!e)-(?=\d)", "\u2212", words(text))
 
 
-def parted(page: str) -> list[str]:
+def parted(page):
     """Text, claim, text, ..., text. A claim is the first of its form after the one before it, digit for digit."""
     parts, text = [], words((ROOT / page).read_text())
     for claim in (computed(*each) for each in CLAIMS[page]):
@@ -64,12 +63,12 @@ def parted(page: str) -> list[str]:
     return [*parts, text]
 
 
-@pytest.mark.parametrize("page", CLAIMS)
+@parametrize("page", CLAIMS)
 def test_each_claim_is_what_its_record_says(page):
     assert parted(page)
 
 
-@pytest.mark.parametrize(("page", "form"), [
+@parametrize(("page", "form"), [
     ("README.md", r"^.*?## Where to read"), ("docs/findings.md", r"\| finding .*?## Records"),
     ("docs/run.md", r"\*\*Measured with.*?\*\*What a GPU")])
 def test_each_number_has_a_record(page, form):

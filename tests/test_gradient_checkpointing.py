@@ -1,24 +1,21 @@
 """`--gradient-checkpointing`: backward computes each layer again with the same result, or the option is refused."""
 
-import pytest
 import torch
 import transformers
-from helpers import ARCHITECTURES, qwen2, small_model
+from helpers import ARCHITECTURES, ROWS, parametrize, qwen2, small_model, value_error
 
-from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Options
 from extras.shared.adapters import Adapters, factors
 from model_folder import attention_for
-from rl import Policy, make_batch
+from rl import Policy
 
-BATCH = make_batch([Rollout([5, 6, 7], 0, [8, 9, 10, 11], [0.0] * 4), Rollout([12], 0, [13, 14], [0.0] * 2)])
 # A layer of Zamba 2 is inside of another one; OPT's layers pass their own `training` to dropout.
 CASES = [(name, 0) for name in ("Zamba2", "OPT", *ARCHITECTURES) if "," not in name]
 CASES += [(name, 2) for name in ("Llama", "GPTNeoX", "Gemma2")]
 
 
-@pytest.mark.parametrize("name, rank", CASES)
+@parametrize("name, rank", CASES)
 def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
     """Also those of adapters with this rank, which have grown; 0: without."""
     dtype = torch.bfloat16 if rank else torch.float32
@@ -29,15 +26,15 @@ def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
             factors(layer)[1].data.normal_(0, 0.1)
     policy, passes = Policy(model), []
     trained = [each for each in model.parameters() if each.requires_grad]
-    expected = torch.autograd.grad(policy.logprobs(BATCH).sum(), trained)
+    gradients = lambda: torch.autograd.grad(policy.logprobs(ROWS).sum(), trained)  # noqa: E731
+    expected = gradients()
     checkpoint_layers(model)
-    assert all(each.grad is None for each in model.parameters())
+    assert all(each.grad is None for each in trained)
     layers = model.base_model.get_submodule({"GPT2": "h", "OPT": "decoder.layers"}.get(name, "layers"))
     for index, layer in enumerate(layers):
         next(layer.children()).register_forward_pre_hook(lambda *_, index=index: passes.append(index))
-    found = torch.autograd.grad(policy.logprobs(BATCH).sum(), trained)
+    assert all(map(torch.equal, gradients(), expected))
     assert sorted(passes) == sorted([*range(len(layers))] * 2)
-    assert all(map(torch.equal, found, expected))
 
 
 def test_a_layer_that_backward_does_not_compute_again_is_refused():
@@ -45,5 +42,5 @@ def test_a_layer_that_backward_does_not_compute_again_is_refused():
     model = qwen2(tied=True)
     layer = model.model.layers[1]
     layer.__class__ = type("Never", (type(layer),), {"training": property(lambda _: False, lambda *_: None)})
-    with pytest.raises(ValueError, match=f"transformers {transformers.__version__} .* 1 of 2 layers of Qwen2"):
+    with value_error(f"transformers {transformers.__version__} .* 1 of 2 layers of Qwen2"):
         checkpoint_layers(model)

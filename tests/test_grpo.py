@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import ROUNDING, built, close_live_engine, qwen2, rewrite, run_script, tensors
+from helpers import ROUNDING, built, close_live_engine, contents, qwen2, rewrite, run_script, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine  # some start none, but the page imports vllm
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 
 
-def rows_of_page(job: dict) -> list[dict]:
+def rows_of_page(job):
     """One for each step."""
     import grpo
 
@@ -37,7 +37,7 @@ def rows_of_page(job: dict) -> list[dict]:
     return rows
 
 
-def rows_of_core(job: dict) -> list[dict]:
+def rows_of_core(job):
     """One for each step, the last one with the held-out reward."""
     del job["out"]
     trainer = built(Path(job["model"]).parent, Path(mkdtemp()), engine="vllm", micro_batch_tokens=1000,
@@ -51,59 +51,59 @@ def rows_of_core(job: dict) -> list[dict]:
     return rows
 
 
-def of_both(options: dict, page: dict, core: dict) -> tuple[list[dict], list[dict]]:
+def of_both(options, page, core):
     """The same job in the options of each program."""
     return rows_of_page(options | page), rows_of_core(options | core)
 
 
-def without(fix: str) -> tuple[dict, dict]:
+def without(fix):
     return {fix: False}, {"parity": ParityFlags(**{fix: False})}
 
 
-def assert_equal(page: dict, core: dict) -> None:
+def assert_equal(page, core):
     assert page["tokens"] == core["tokens"]
     for name in FIGURES:  # a step without a signal has no loss
-        assert (page.get(name) is None) == (core.get(name) is None), name
-        assert core.get(name) is None or page[name] == pytest.approx(core[name], rel=1e-4, abs=1e-6), name
+        assert (page.get(name) or 0) == pytest.approx(core.get(name) or 0, rel=1e-4, abs=1e-6), name
     # At parity a mismatch is rounding, which depends on the rows of a micro-batch.
     assert page["mismatch_abs_mean"] == pytest.approx(core["mismatch_abs_mean"], rel=1e-3, abs=ROUNDING)
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory) -> dict:
+def options(tmp_path_factory):
     """A small job. Its prompts are longer than a block of the prefix cache and come back in later steps.
 
     The answer to a question is the last number in a quarter or more of the model's own responses: each step has signal.
     The model names a second stop token, "9", in generation_config.json alone, that with a chat template in config.json.
     """
     root, rng, tokenizer = tmp_path_factory.mktemp("page"), random.Random(0), toy_tokenizer()
-    model = qwen2(vocab_size=len(tokenizer))
+    model, rows = qwen2(vocab_size=len(tokenizer)), []
+
+    def save(name):
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+
     stop = tokenizer.convert_tokens_to_ids("9")
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, stop]
-    model.save_pretrained(root / "model")
-    tokenizer.save_pretrained(root / "model")
-    rows = []
+    save("model")
     torch.manual_seed(0)
     while len(rows) < 12:
         question = "".join(rng.choices("0123456789+", k=140))
         sampled = model.generate(**tokenizer(question, return_tensors="pt"), do_sample=True, top_k=0, temperature=0.7,
                                  max_new_tokens=3, eos_token_id=stop, num_return_sequences=16)[:, 140:]  # fmt: skip
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        last = Counter(filter(None, map(last_number, texts)))
-        rows += [{"question": question, "answer": f"so #### {number}.0"}
-                 for number, count in last.most_common(1) if 4 <= count <= 12]
+        number, count = Counter(map(last_number, texts)).most_common(1)[0]
+        if number is not None and 4 <= count <= 12:
+            rows.append({"question": question, "answer": f"so #### {number}.0"})
     (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     model.config.eos_token_id, model.generation_config.eos_token_id = stop, tokenizer.eos_token_id
-    model.save_pretrained(root / "chat")
-    with_template = toy_tokenizer()
-    with_template.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
-                                   "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
-    with_template.save_pretrained(root / "chat")
-    with torch.no_grad():  # as in pretrained models all logits have an offset, which only rounding notices
-        model.model.embed_tokens.weight[:, 0] = 4.0
-        model.lm_head.weight[:, 0] = 16.0
-    model.save_pretrained(root / "offset")
-    tokenizer.save_pretrained(root / "offset")
+    tokenizer.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
+                               "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
+    save("chat")
+    tokenizer.chat_template = None
+    # As in pretrained models all logits have an offset, which only rounding notices.
+    model.model.embed_tokens.weight.data[:, 0] = 4.0
+    model.lm_head.weight.data[:, 0] = 16.0
+    save("offset")
     return dict(model=str(root / "model"), task=str(root / "problems.jsonl"), out=str(root / "policy"), seed=1,
                 steps=3, num_prompts=4, group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)
 
@@ -122,9 +122,8 @@ def test_page_and_core_make_the_same_three_steps(options):
         assert page[-1]["held_out"] == core[-1]["held_out"]
     with_tis, by_group, raw = (page for page, _ in jobs)
     assert any(row.get("clip_rate") for row in raw)
-    assert all(row["mismatch_abs_mean"] > 0.1 for row in raw)
-    for page in (with_tis, by_group):
-        assert all(row["mismatch_abs_mean"] < ROUNDING for row in page)
+    assert min(row["mismatch_abs_mean"] for row in raw) > 0.1
+    assert max(row["mismatch_abs_mean"] for row in with_tis + by_group) < ROUNDING
 
 
 def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
@@ -134,12 +133,12 @@ def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     stale = of_both(options, *without("uncached_runtime"))
     head, no_head = of_both(narrow, {}, {}), of_both(narrow, *without("fp32_head"))
     # Here the tokens differ: vLLM has no async scheduling on a CPU, and the core forces it there.
-    for rows in stale:
-        assert rows[0]["mismatch_abs_mean"] < ROUNDING  # no weights have changed yet
-        assert max(row["mismatch_abs_mean"] for row in rows[1:]) > 1e-3
-    for page, core in (head, no_head):
-        assert page[0]["tokens"] == core[0]["tokens"]
-        assert page[0]["mismatch_abs_mean"] == pytest.approx(core[0]["mismatch_abs_mean"], rel=0.3, abs=0)
+    for first, *rows in stale:
+        assert first["mismatch_abs_mean"] < ROUNDING  # no weights have changed yet
+        assert max(row["mismatch_abs_mean"] for row in rows) > 1e-3
+    for (page,), (core,) in (head, no_head):
+        assert page["tokens"] == core["tokens"]
+        assert page["mismatch_abs_mean"] == pytest.approx(core["mismatch_abs_mean"], rel=0.3, abs=0)
     assert no_head[0][0]["mismatch_abs_mean"] > 2 * head[0][0]["mismatch_abs_mean"]
 
 
@@ -174,7 +173,7 @@ def test_page_refuses_a_mismatch_at_parity_that_is_no_rounding(options, monkeypa
 
 
 # ------------------------------------------------------------------------------------------------ the command
-def command(options: dict, *further: str) -> None:
+def command(options, *further):
     pairs = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
     run_script("grpo.py", *chain(*pairs), *further)
 
@@ -220,12 +219,12 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     """A file that is no list of problems, a model whose weights are not those of its config.json, and options that
     cannot work.
     """
-    def refusal(*words: str) -> str:
+    def refusal(*words):
         with pytest.raises(SystemExit) as refused:
             command(options, *words)
         return str(refused.value)
 
-    path = tmp_path / "problems.jsonl"
+    path, before = tmp_path / "problems.jsonl", contents(options["model"])
     for text, complaint in FILES.items():
         path.write_text(text)
         assert re.match(re.escape(f"error: {path}, ") + complaint, refusal("--task", str(path))), text
@@ -233,11 +232,10 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
         folder = shutil.copytree(options["model"], tmp_path / name)
         spoil(folder)
         assert complaint in refusal("--model", str(folder)), name
-    before = {file: file.read_bytes() for file in Path(options["model"]).iterdir()}
     for line in OPTIONS.format(**options).splitlines():
         words, _, complaint = line.partition(": ")
         assert complaint in refusal(*words.split()), words
-    assert {file: file.read_bytes() for file in Path(options["model"]).iterdir()} == before
+    assert contents(options["model"]) == before
 
 
 NUMBERS = "42 is 42; so 1,200.50 left. is 1200.50; x = -3 is -3; -$7 is -7; #### 8 is 8; 2x is None; 1+2 is None; "

@@ -12,20 +12,20 @@ from helpers import (
     drawn_ids,
     exit_status,
     load_into,
+    parametrize,
     policy_in,
     policy_of,
     refusal,
     small_model,
     started,
+    value_error,
 )
 
 from probe.__main__ import main
 from probe.layers import _row, compare_layers, report
 
-Weights = dict[str, torch.Tensor]
 draw = torch.Generator().manual_seed(0)
-PROMPTS = [drawn_ids(length, draw) for length in (50, 70, 90)]
-REQUESTS = PROMPTS, 40
+REQUESTS = [drawn_ids(length, draw) for length in (50, 70, 90)], 40
 
 
 def test_a_value_that_is_no_number_is_beyond_any_noise_floor():
@@ -33,27 +33,27 @@ def test_a_value_that_is_no_number_is_beyond_any_noise_floor():
 
 
 # ------------------------------------------------------------------------------------------------ faults in layer 2
-def scale_norm(model, weights: Weights, patch) -> None:
+def scale_norm(model, weights, patch):
     weights["model.layers.2.post_attention_layernorm.weight"].mul_(1.01)
 
 
-def leave_stale(model, weights: Weights, patch) -> None:
+def leave_stale(model, weights, patch):
     for name, tensor in weights.items():
         tensor.add_((".layers.2." in name) * 0.01 * torch.randn_like(tensor))
 
 
-def shorten_window(model, weights: Weights, patch) -> None:
+def shorten_window(model, weights, patch):
     implementation = model.model.layers[2].self_attn.attn.impl
     patch.setattr(implementation, "sliding_window", implementation.sliding_window - 1)
 
 
-def shift_positions_from_64_on(model, weights: Weights, patch) -> None:
+def shift_positions_from_64_on(model, weights, patch):
     usual = model.forward
     patch.setattr(model, "forward", lambda *given, positions, **more: usual(
         *given, positions=positions + (positions >= 64), **more))  # fmt: skip
 
 
-def named(rows: list[dict]) -> set[str]:
+def named(rows):
     """The halves beyond the noise floor."""
     titles = {row["title"].replace("input of ", "").replace("output", "MLP") for row in rows if row["beyond"]}
     return titles - {"final norm"}
@@ -61,7 +61,7 @@ def named(rows: list[dict]) -> set[str]:
 
 ATTENTION, MLP = "layer 2, attention", "layer 2, MLP"
 @pytest.mark.engine
-@pytest.mark.parametrize("name, dtype, faults", [
+@parametrize("name, dtype, faults", [
     ("GPT2", torch.float32, {shift_positions_from_64_on: {"embedding"}}),
     ("Mixtral", SIXTEEN, {scale_norm: {MLP}, shorten_window: {ATTENTION}}),
     ("Gemma2", torch.float32, {leave_stale: {ATTENTION, MLP}}),
@@ -97,14 +97,13 @@ def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(tmp_
     small_model("StableLm", use_parallel_residual=True).save_pretrained(tmp_path)
     assert exit_status(main, f"layers --model {tmp_path} --max-new-tokens 20".split()) == 1
     *rows, last = capsys.readouterr().out.splitlines()
-    first, *_ = [row for row in rows if row.endswith("*")]
-    assert first.startswith("layer 0, input of MLP ")
+    assert next(row for row in rows if row.endswith("*")).startswith("layer 0, input of MLP ")
     assert re.search("float32: layer 0, input of MLP: .*, noise floor ", last)
 
 
 def test_recurrent_layers_are_refused_in_a_sentence(tmp_path):
     policy = policy_of(tmp_path, "FalconH1")
-    with pytest.raises(ValueError, match="must have no recurrent layers"):
+    with value_error("must have no recurrent layers"):
         compare_layers(policy, None, *REQUESTS)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import value_error
 
 from engine_adapter import Rollout
 from objectives import OBJECTIVES
@@ -16,12 +17,12 @@ from rl import make_batch
 
 def test_the_figures_of_rollouts_equal_hand_computed_values():
     """Two groups, one of them flat; one response is left out, one has no token."""
-    values = (([0, 1, 2], "length", 1.0), ([2], "stop", 0.0), ([1, 1], "stop", math.nan), ([], "stop", 0.5))
-    rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason, reward=reward,
-                    terms={"form": reward}, reward_error="x" if math.isnan(reward) else None)
-            for versions, reason, reward in values]  # fmt: skip
-    rows[3].terms, rows[2].terms, rows[3].prompt_version = {}, {}, 3
-    rows[1].terms["late"] = -0.5
+    values = (([0, 1, 2], "length", 1.0, {"form": 1.0}), ([2], "stop", 0.0, {"form": 0.0, "late": -0.5}),
+              ([1, 1], "stop", math.nan, {}), ([], "stop", 0.5, {}))  # fmt: skip
+    rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason,
+                    reward=reward, terms=terms)
+            for versions, reason, reward, terms in values]  # fmt: skip
+    rows[2].reward_error, rows[3].prompt_version = "x", 3
     has_signal = torch.tensor([[True, True], [False, False]])
     assert metrics.of_rollouts(make_batch(rows), torch.tensor([2.0, 0.0, math.nan, 1.0]), has_signal, 3) == {
         "reward": 0.5, "reward/form": 0.5, "reward/late": -0.25, "reward_errors": 1, "left_out": 1,
@@ -31,7 +32,7 @@ def test_the_figures_of_rollouts_equal_hand_computed_values():
 
 
 def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones():
-    def values(stale: int) -> dict[str, float]:
+    def values(stale):
         """Three rows of current weights, and so many that are stale."""
         rows = [Rollout([0], None, [5] * 4, [logprob] * 4, [version] * 4, reward=1.0, score=1.0)
                 for logprob, version in [(-0.2, 1), (-0.9, 1), (-0.5, 1)] + [(-9.0, 0)] * stale]  # fmt: skip
@@ -47,8 +48,7 @@ def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones
         assert (figures["mismatch_max"] > 1) == bool(stale)
         return {name: value for name, value in figures.items() if re.match("current|backend|surprisal", name)}
 
-    assert values(2) == pytest.approx(values(0))
-    assert len(values(0)) == 6
+    assert values(2) == pytest.approx(values(0)) and len(values(0)) == 6
 
 
 def test_the_surprisal_beyond_the_entropy_equals_a_hand_computed_value_in_standard_deviations():
@@ -61,24 +61,23 @@ def test_a_mismatch_of_nan_or_of_no_token_is_an_error():
     values, zeros = torch.tensor([[math.nan, -1.0]]), torch.zeros(1, 2)
     with pytest.raises(FloatingPointError, match="1 of 2"):
         metrics.of_mismatch(values, zeros, zeros + 1)
-    with pytest.raises(ValueError, match="mask must have a response token"):
+    with value_error("mask must have a response token"):
         metrics.of_mismatch(values, zeros, zeros)
 
 
 def test_the_ratios_of_backend_and_update_equal_hand_computed_values_and_are_cut_off_at_exp_20():
-    values, zeros = torch.tensor([[300.0, math.log(1.1), 7.0]]), torch.zeros(1, 3)
-    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    def of_backend(values, mask, objective):
+        return metrics.of_backend(values, 0 * values, mask, mask, OBJECTIVES[objective], (0.2, 0.2), 3)
+
+    values, mask = torch.tensor([[300.0, math.log(1.1), 7.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     mean = pytest.approx((math.exp(20) + 1.1) / 2)
-    figures = metrics.of_backend(values, zeros, mask, torch.ones(1, 1), OBJECTIVES["grpo"], (0.2, 0.2), 3)
-    assert figures == {"backend_clip_rate": 1 / 2, "backend_ratio_mean": mean}
-    rows, of_rows = torch.tensor([[0.5], [0.0]]).expand(2, 3), torch.tensor([[1.0] * 3, [1.0, 0.0, 0.0]])
-    figures = metrics.of_backend(rows, 0 * rows, of_rows, rows + 1, OBJECTIVES["gspo"], (0.2, 0.2), 3)
+    assert of_backend(values, mask, "grpo") == {"backend_clip_rate": 1 / 2, "backend_ratio_mean": mean}
+    figures = of_backend(torch.tensor([[0.5], [0.0]]).expand(2, 3), torch.tensor([[1.0] * 3, [1.0, 0.0, 0.0]]), "gspo")
     assert figures["backend_clip_rate"] == pytest.approx(1 / 2)  # weighted as in the loss: a share of rows
     sums = metrics.Sums()
-    micro = SimpleNamespace(denominator=zeros, ref_logprobs=None, token_weights=mask / 2)
-    sums.add(micro, values, mask > 0, 0.0)
-    assert sums.metrics(1)["ratio_mean"] == mean
-    assert sums.metrics(1)["kl_old_new"] < math.inf
+    sums.add(SimpleNamespace(denominator=0 * values, ref_logprobs=None, token_weights=mask / 2), values, mask > 0, 0.0)
+    figures = sums.metrics(1)
+    assert figures["ratio_mean"] == mean and figures["kl_old_new"] < math.inf
 
 
 def test_the_figures_of_a_correction_equal_hand_computed_values():

@@ -3,7 +3,7 @@
 from itertools import chain
 
 import pytest
-from helpers import ROUNDING, rows_of_run, timeless
+from helpers import ROUNDING, parametrize, rows_of_run, timeless
 
 pytestmark = pytest.mark.engine
 WORKLOAD = ("--num-prompts 8 --group-size 4 --eval-problems 4 --steps 3 --lr 1e-3 --eval-every 3 --max-new-tokens 7"
@@ -22,7 +22,7 @@ ARMS = {
 OWN = {"probe", "self_noise_abs_mean", "eval_reward_trainer_alone", "eval_reward_trainer_alone_left_out"}
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@parametrize("arm", ARMS)
 def test_every_other_figure_is_equal_with_and_without_measurements(good, tmp_path, capsys, arm):
     options, found = WORKLOAD + ARMS[arm], []
     for name, more in ("plain", ""), ("measured", MEASUREMENTS):
@@ -32,6 +32,5 @@ def test_every_other_figure_is_equal_with_and_without_measurements(good, tmp_pat
     plain, measured = found
     assert "in flight" not in arm or max(row["staleness_mean"] for row in plain[1:]) > 0
     assert {*chain(*measured)} - {*chain(*plain)} == OWN
-    first = measured[1]
-    assert arm != "parity" or (first["probe"] == "parity" and 0 < first["self_noise_abs_mean"] < ROUNDING)
+    assert arm != "parity" or (measured[1]["probe"] == "parity" and 0 < measured[1]["self_noise_abs_mean"] < ROUNDING)
     assert plain == [{name: row[name] for name in row if name not in OWN} for row in measured]

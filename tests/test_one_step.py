@@ -12,29 +12,24 @@ BACKENDS = "parity", "raw log-probabilities", "stale prefix cache"
 PRINTED = ["".join(output["text"]) for cell in CODE for output in cell["outputs"] if "text" in output]
 
 
-def tables(printed: list[str]) -> tuple[list[list[str]], dict[str, list[str]]]:
-    """Rows of the responses, and by backend those of the summary."""
-    *_, responses, summary = printed  # the first line names the columns
-    rows = re.findall(rf"^({'|'.join(BACKENDS)}) +(.*)", summary, re.M)
-    return [row.split() for row in responses.splitlines()[1:]], {name: values.split() for name, values in rows}
-
-
-def check(printed: list[str]) -> None:
-    _, summary = tables(printed)
+def checked(printed):
+    """The rows of the summary, by backend."""
+    rows = re.findall(rf"^({'|'.join(BACKENDS)}) +(.*)", printed[-1], re.M)
+    summary = {name: values.split() for name, values in rows}
     assert tuple(summary) == BACKENDS
     parity, *others = (float(row[0]) for row in summary.values())
     assert parity < ROUNDING < 10 * ROUNDING < min(others)
     _, _, *clipped, norm, norm_at_1, _, _ = summary["parity"]
     assert all(share.startswith("0/") for share in clipped)
     assert float(norm) == pytest.approx(float(norm_at_1), rel=0.01)
+    return summary
 
 
 def test_the_outputs_follow_from_each_other_and_the_text_says_what_they_show():
     assert [cell["execution_count"] for cell in CODE] == list(range(1, len(CODE) + 1))  # in order
-    check(PRINTED)
+    summary, responses = checked(PRINTED), PRINTED[-2].splitlines()[1:]  # the first line names the columns
     text = " ".join(" ".join("".join(cell["source"]) for cell in STORED if cell["cell_type"] == "markdown").split())
-    responses, summary = tables(PRINTED)
-    assert set(re.findall(r"`(\d+)`", text)) <= {response for _, response, *_ in responses}
+    assert {*re.findall(r"`(\d+)`", text)} <= {line.split()[1] for line in responses}
     _, _, *clipped, norm, norm_at_1, _, _ = summary["raw log-probabilities"]
     assert "a single clipped token takes away almost half of the norm" in text
     assert sum(int(share.partition("/")[0]) for share in clipped) == 1
@@ -59,8 +54,8 @@ def test_the_cells_compute_such_outputs(tmp_path, monkeypatch, capsys):
         exec(compile("".join(cell["source"]), "one-step.ipynb", "exec"), namespace)
         printed.append(capsys.readouterr().out)
     plt.close("all")
-    printed = list(filter(None, printed))
-    check(printed)
+    printed = [*filter(None, printed)]
+    checked(printed)
     ours, stored = ([re.sub(r"-?\d\S*", "0", text).split() for text in texts] for texts in (printed, PRINTED))
     assert ours == stored
     for step in namespace["steps"].values():  # the gradient of the notebook and that of the trainer's update

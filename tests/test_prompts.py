@@ -5,8 +5,7 @@ import math
 import re
 import shutil
 
-import pytest
-from helpers import command, config_of, read_json, refusal, rewrite, train_here
+from helpers import command, config_of, parametrize, read_json, refusal, rewrite, train_here, value_error
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +21,7 @@ CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endf
           "{% if add_generation_prompt %}<turn>assistant {% endif %}")  # fmt: skip
 
 
-def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+def tokenizer(template=CHATML):
     """One token per character, and the special ones."""
     words = {token: number for number, token in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
     backend = Tokenizer(models.WordLevel(words, unk_token="?"))
@@ -34,16 +33,16 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     return made
 
 
-def encoded(template: str | None, *problems: Problem, stop=(1,), **options) -> Task:
+def encoded(template, *problems, stop=(1,), **options):
     return encode(tokenizer(template), Task([*problems], [], exact_match), stop, Options(**options))
 
 
-def prompts(*problems: Problem, template: str | None = CHATML, **options) -> list[str]:
+def prompts(*problems, template=CHATML, **options):
     task = encoded(template, *problems, **options)
     return [task.tokenizer.decode(ids) for ids in task.prompts]
 
 
-def chat(*turns: str) -> Problem:
+def chat(*turns):
     messages = [dict(zip(("role", "content"), turn.split(": "), strict=True)) for turn in turns]
     return Problem("", "", "line 1", messages=messages)
 
@@ -84,7 +83,7 @@ def test_earlier_thoughts_and_empty_messages_may_be_left_out():
         "<turn>user 1<end><turn>assistant <end><turn>user 2<end><turn>assistant <think>b</think>3"]
 
 
-@pytest.mark.parametrize("problem, options, complaint", [
+@parametrize("problem, options, complaint", [
     (chat("system: Add.", "user: 1+1"), {"system_prompt": "x"}, "of line 1 failed: ValueError: system_prompt must not"),
     (chat("system: Add.", "user: 1+1"), {"chat_template": False}, "2 chat messages need a chat template"),
     (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
@@ -93,31 +92,31 @@ def test_earlier_thoughts_and_empty_messages_may_be_left_out():
     (chat("user: 1", "assistant: 2", "tool: 3", "user: 4"), {"template": STRICT}, LOST + "tool"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
-    with pytest.raises(ValueError, match=complaint):
+    with value_error(complaint):
         prompts(QUESTION, problem, **options)
 
 
-def of_lengths(*lengths: int) -> list[Problem]:
-    return [Problem("", "", f"line {length}", [0] * length) for length in lengths]
+def of_lengths(*parts):
+    return Task(*([Problem("", "", f"line {length}", [0] * length) for length in part] for part in parts), exact_match)
 
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
-    task, drop = Task(of_lengths(*range(1, 8)), of_lengths(4), exact_match), Options(overlong_prompts="drop")
+    task, drop = of_lengths(range(1, 8), [4]), Options(overlong_prompts="drop")
     said = r"^2 of 8 prompts are longer than 5 tokens \(%s\): line 6 has 6; line 7 has 7"
-    with pytest.raises(ValueError, match=said % "--max-prompt-tokens" + "; to leave them out, --overlong-prompts drop"):
+    with value_error(said % "--max-prompt-tokens" + "; to leave them out, --overlong-prompts drop"):
         fitting(task, math.inf, 4, Options(max_prompt_tokens=5))
     left = fitting(task, 9, 4, drop)
     assert re.match(said % "the context of 9 less --max-new-tokens" + ": DROPPED", capsys.readouterr().out)
     assert (left.train, left.num_dropped) == (task.train[:5], 2)
-    for train, held_out, name in ((1, 2, "held-out"), (2, 1, "training")):
-        task = Task(of_lengths(train), of_lengths(held_out), exact_match)
-        with pytest.raises(ValueError, match=f"1 of 2 prompts .*, all of the {name} problems"):
+    for train, held_out, name in (([1], [2], "held-out"), ([2], [1], "training")):
+        task = of_lengths(train, held_out)
+        with value_error(f"1 of 2 prompts .*, all of the {name} problems"):
             fitting(task, 5, 4, drop)
         assert fitting(task, 6, 4, drop) == task
 
 
-@pytest.mark.parametrize("template, options, said", [
-    (None, {}, ""), (CHATML, {"system_prompt": "Be brief."}, ""),
+@parametrize("template, options, said", [
+    (CHATML, {"system_prompt": "Be brief."}, ""),
     (CHATML + "<end>", {}, "1 prompts end with a stop token"),
     (CHATML, {"stop": 0}, "ends a turn with '<end>', which has no stop token of the model (<pad>)"),
     (CHATML, {"stop": 0, "chat_template": False}, ""),
@@ -138,7 +137,7 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start(capsys, template,
     assert said in printed and printed.count("notice: ") == bool(said)
 
 
-@pytest.mark.parametrize("own", [None, DATED])
+@parametrize("own", [None, DATED])
 def test_a_chat_template_that_a_folder_keeps_for_a_processor_is_the_tokenizers(tmp_path, own):
     tokenizer(own).save_pretrained(tmp_path)
     rewrite("chat_template.json", chat_template=CHATML)(tmp_path)
@@ -156,7 +155,7 @@ def test_the_stop_token_alone_is_cut_off_a_response():
     ids = made("<think>2+2=4</think>4<turn>x<end>")["input_ids"]
     task = Task([QUESTION], [], exact_match, tokenizer=made, stop_token_ids=(1, 2))
     texts = [task.text_of(Rollout([], 0, tokens)) for tokens in (ids, ids[:-1], [1], [])]
-    assert texts == ["<think>2+2=4</think>4<turn>x", "<think>2+2=4</think>4<turn>x", "", ""]
+    assert texts == ["<think>2+2=4</think>4<turn>x"] * 2 + [""] * 2
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

@@ -8,12 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, python, task_of
+from helpers import ROOT, parametrize, python, value_error
 
 from engine_adapter import Rollout
 from tasks import Problem, Task, exact_match
-from tasks.options import Options
-from tasks.prompts import encode
 from tasks.task_file import TaskFile
 from tasks.toys import toy_tokenizer
 
@@ -41,19 +39,19 @@ FAILURES = {  # None: the reward is 1
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory) -> TaskFile:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("task") / "body.py"
     path.write_text(BODY)
     return TaskFile(str(path), seed=0, limit_s=60)
 
 
-@pytest.mark.parametrize("code", FAILURES)
+@parametrize("code", FAILURES)
 def test_a_reward_is_a_number_or_a_sentence_whatever_its_code_does(file, code, monkeypatch):
     error, problem = FAILURES[code], Problem("1+1=", "2", "line 1")
     if error is None:
         assert file.reward(problem, code) == 1.0
     else:
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"^the reward fails \(") as failed:
+        with monkeypatch.context() as patch, value_error(r"^the reward fails \(") as failed:
             patch.setattr(file, "limit_s", 0.5 if "0.5" in error else 60)
             file.reward(problem, code)
         assert error in str(failed.value)
@@ -75,7 +73,7 @@ ENDS = {  # what the first reward does, and how the run ends
 }
 
 
-@pytest.mark.parametrize("code", ENDS)
+@parametrize("code", ENDS)
 def test_no_process_of_a_file_outlives_the_run_and_a_signal_does_not_wait_for_rewards(tmp_path, code):
     (tmp_path / "mine.py").write_text("import os, signal, subprocess, time\ndef reward(problem, response):\n"
                                       f" if response == 'first': {code}\n return 1.0")  # fmt: skip
@@ -102,13 +100,13 @@ def test_a_process_that_is_started_again_runs_the_text_of_the_digest_with_the_sa
         task = loaded(text)
         prints.add(task.fingerprint)
         (tmp_path / "task.py").write_text("")
-        with pytest.raises(ValueError, match="ended with status 3"):
+        with value_error("ended with status 3"):
             task.reward(task.train[0], "")
         assert task.reward(task.train[0], "x") == value
     assert len(prints) == 2
     (tmp_path / "beside.py").write_text("def grade(): return 33")
     task.reward.__self__.kill()
-    with pytest.raises(ValueError, match="what it imports from its folder must stay the same in a run"):
+    with value_error("what it imports from its folder must stay the same in a run"):
         task.reward(task.train[0], "x")
 
 
@@ -124,49 +122,50 @@ def reward(problem, response, rollout):
 def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_left_out(loaded, capsys):
     task = replace(loaded(GRADED, reward_limit_s=60), tokenizer=toy_tokenizer(), reward_errors="leave-out")
     rollouts = [Rollout([1], 0, [token], [-0.5], [version], "stop") for token, version in ((5, 1), (6, 0), (7, 1))]
-    rows = task.score(task.train[:3], rollouts)
+    rows, failed = task.score(task.train[:3], rollouts), task.train[1]
     assert [row["reward"] for row in rows] == [4.5, None, 6.5]
     assert [each.score for each in rollouts] == pytest.approx([4.5, math.nan, 6.5], nan_ok=True)
     said = capsys.readouterr().out
     assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError" in said
-    assert f"on {task.train[1].source}, question {task.train[1].question!r}, response '3'" in said
+    assert f"on {failed.source}, question {failed.question!r}, response '3'" in said
     rollouts[1].reward = None
-    with pytest.raises(ValueError, match="; to go on without such responses, --reward-errors leave-out"):
+    with value_error("; to go on without such responses, --reward-errors leave-out"):
         replace(task, reward_errors="stop").score(task.train[:3], rollouts)
 
 
 # ------------------------------------------------------------------------------------------------ terms, none, groups
-def scored(folder, text: str, *responses: str, groups: int = 1, **options) -> list[dict]:
-    """Rows of these responses, with the rewards of a file."""
-    (folder / "mine.py").write_text(text)
-    (folder / "rows.jsonl").write_text('{"question": "1+1=", "answer": 2}\n{"question": "2", "answer": 2}')
-    task = task_of(folder / "rows.jsonl", reward=str(folder / "mine.py"), **options)
-    tokenizer = toy_tokenizer()
-    task = encode(tokenizer, task, (2,), Options())
-    rollouts = [Rollout([1], 0, tokenizer(each, add_special_tokens=False)["input_ids"]) for each in responses]
-    return task.score(task.train[:1] * groups, rollouts)
+@pytest.fixture
+def scored(loaded, tmp_path):
+    """Rewards and terms of a file for these responses, in groups of two."""
+    def score(text, *responses, **options):
+        (tmp_path / "mine.py").write_text(text)
+        tokenizer, rows = toy_tokenizer(), [{"question": each, "answer": 2} for each in ("1+1=", "2")]
+        task = loaded(rows, reward=str(tmp_path / "mine.py"), **options)
+        rollouts = [Rollout([1], 0, tokenizer(each, add_special_tokens=False)["input_ids"]) for each in responses]
+        rows = replace(task, tokenizer=tokenizer).score(task.train * (len(responses) // 2), rollouts)
+        return [(row["reward"], *row["terms"].items()) for row in rows]
+
+    return score
 
 
-def test_a_reward_is_a_sum_of_named_terms_or_none(tmp_path):
+def test_a_reward_is_a_sum_of_named_terms_or_none(scored):
     text = "def reward(problem, response): return {'a': 1, 'b': len(response)} if response else None"
-    rows = scored(tmp_path, text, "12", "")
-    assert [(row["reward"], row["terms"]) for row in rows] == [(3.0, {"a": 1.0, "b": 2.0}), (None, {})]
+    assert scored(text, "12", "") == [(3.0, ("a", 1.0), ("b", 2.0)), (None,)]
 
 
-def test_a_file_that_grades_whole_groups_sees_them(tmp_path):
+def test_a_file_that_grades_whole_groups_sees_them(scored):
     text = """def rewards(problem, responses, rollouts):
     assert all(len(each.token_ids) >= len(text) for each, text in zip(rollouts, responses))
     return [float(response == min(responses, key=len)) for response in responses]
 """
-    rows = scored(tmp_path, text, "12", "1", "1", "123", groups=2)
-    assert [row["reward"] for row in rows] == [0, 1, 1, 0]
+    assert scored(text, "12", "1", "1", "123") == [(0,), (1,), (1,), (0,)]
     for returned in ("[1.0]", "{1: 1.0, 2: 1.0}"):  # a list of the second has its keys
-        with pytest.raises(ValueError, match=rf"returned {re.escape(returned)}, not a list of 2 rewards.* on .*line"):
-            scored(tmp_path, f"def rewards(problem, responses): return {returned}", "1", "2")
+        with value_error(rf"returned {re.escape(returned)}, not a list of 2 rewards.* on .*line"):
+            scored(f"def rewards(problem, responses): return {returned}", "1", "2")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])  # the second is the default of Python 3.14
-def test_a_process_that_a_file_starts_can_import_it(tmp_path, method):
+@parametrize("method", ["spawn", "forkserver"])  # the second is the default of Python 3.14
+def test_a_process_that_a_file_starts_can_import_it(scored, tmp_path, method):
     text = f"""import multiprocessing
 def length(response): return len(response)
 def rewards(problem, responses):
@@ -175,7 +174,7 @@ def rewards(problem, responses):
 """
     (tmp_path / "other").mkdir()
     (tmp_path / "mine.py").symlink_to("other/of_others.py")
-    assert [row["reward"] for row in scored(tmp_path, text, "1", "12", reward_limit_s=30)] == [1, 2]
+    assert scored(text, "1", "12", reward_limit_s=30) == [(1,), (2,)]
 
 
 def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerprint(tmp_path, loaded):
@@ -192,9 +191,9 @@ def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerpr
         return task.score(task.held_out[:1], [rollout], evaluates)[0]["reward"]
 
     assert [reward(False), reward(True)] == [0.5, 2.0]
-    with pytest.raises(ValueError, match="a source's `answer` must give no rewards with eval_task"):
+    with value_error("a source's `answer` must give no rewards with eval_task"):
         reward(True, of_source=0.5)
-    with pytest.raises(ValueError, match=r"ZeroDivisionError.* on .*held_out.py, problem .*, response '3'"):
+    with value_error(r"ZeroDivisionError.* on .*held_out.py, problem .*, response '3'"):
         reward(True, token=6)
 
 
@@ -204,5 +203,5 @@ def test_a_reward_is_finite_a_tensor_is_a_number_and_nothing_is_graded_where_all
         return task.score([Problem("q", "a", "s")], [Rollout([1], 0, [5], reward=reward)])[0]["reward"]
 
     assert [type(score(torch.tensor(0.5))), score(2), score(math.nan)] == [float, 2, None]
-    with pytest.raises(ValueError, match="a reward must be finite, got inf on s"):
+    with value_error("a reward must be finite, got inf on s"):
         score(math.inf)

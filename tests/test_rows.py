@@ -4,13 +4,13 @@ import json
 import random
 import re
 import sys
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
-import datasets
 import pandas
-import pytest
-from helpers import ROOT, task_of
+from datasets import ClassLabel, Dataset, Features, Value
+from helpers import ROOT, parametrize, task_of, value_error
 
 from tasks import Problem, Task, exact_match
 
@@ -24,9 +24,8 @@ def test_parquet_gives_the_rows_and_the_start_says_which_columns_are_read(tmp_pa
     path = tmp_path / "a.parquet"
     FRAME.to_parquet(path)
     task = task_of(path)
-    problems = sorted(task.problems, key=lambda problem: int(problem.answer))
-    assert [(problem.question, problem.answer, problem.row) for problem in problems] == [
-        (row["problem"], str(row["answer"]), row) for row in ROWS]  # fmt: skip
+    found = {problem.question: (problem.answer, problem.row) for problem in task.problems}
+    assert found == {row["problem"]: (str(row["answer"]), row) for row in ROWS}
     assert capsys.readouterr().out.startswith(
         f"{path}: questions are in column problem, answers in answer; in no prompt: level.name, level.digits (")
     assert len(task.held_out) == 2 and task.in_passes
@@ -45,16 +44,17 @@ SAME = """def reward(problem, response):
     return response == problem.answer"""
 
 
-@pytest.mark.parametrize("name", FILES)
+@parametrize("name", FILES)
 def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp_path, monkeypatch, name):
     # What a hub has been asked for before.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    folder = tmp_path / "datasets--me--set" / "snapshots" / "1.jsonl"
-    (folder.parents[1] / "refs").mkdir(parents=True)
-    (folder.parents[1] / "refs" / "main").write_text("1.jsonl")
+    hub = tmp_path / "datasets--me--set"
+    folder, refs, content = hub / "snapshots" / "1.jsonl", hub / "refs", FILES[name].encode()
     path = folder / name
-    path.parent.mkdir(parents=True)
-    path.write_bytes(FILES[name].encode())
+    for each in refs, path.parent:
+        each.mkdir(parents=True)
+    (refs / "main").write_text(folder.name)
+    path.write_bytes(content)
     (tmp_path / "mine.py").write_text(SAME)
     for each in ("me/set" if name == "train.json" else folder, folder, path):
         task = task_of(each, reward=str(tmp_path / "mine.py"))
@@ -69,7 +69,7 @@ def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp
 FORMS = (ROOT / "tests" / "data" / "forms.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.partition(" | ")[0])
+@parametrize("form", FORMS, ids=lambda form: form.partition(" | ")[0])
 def test_columns(tmp_path, monkeypatch, capsys, form):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def reward(problem, response): return 1.0")
@@ -77,9 +77,8 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
     Path("rows.jsonl").write_text(f"{row}\n{row.replace('1+1', '1+1, or so')}")
     options, expected = json.loads(options), json.loads(expected)
     if isinstance(expected, str):
-        with pytest.raises(ValueError) as refused:
+        with value_error(re.escape(expected)):
             task_of("rows.jsonl", **options)
-        assert expected in str(refused.value)
         return
     task = task_of("rows.jsonl", **options)
     (problem,) = (each for each in task.problems if each.source.endswith("line 1"))
@@ -91,7 +90,7 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
 def test_a_readme_that_says_how_files_are_read_is_refused(tmp_path):
     (tmp_path / "a.json").write_text("{}")
     (tmp_path / "README.md").write_text("---\nconfigs:\n- {config_name: one, data_files: a.json, field: data}\n---\n")
-    with pytest.raises(ValueError, match=r"README.md must not say how files are read \(field\);"):
+    with value_error(r"README.md must not say how files are read \(field\);"):
         task_of(tmp_path)
 
 
@@ -99,7 +98,7 @@ def test_a_table_keeps_its_characters_if_it_is_converted_as_its_refusal_says(tmp
     monkeypatch.chdir(tmp_path)
     cells = ['q{},"{}"'.format(n, each.replace('"', '""')) for n, each in enumerate(WRITTEN)]
     Path("a.csv").write_text("\n".join(["question,answer", *cells]))
-    with pytest.raises(ValueError) as refused:
+    with value_error("of a table: ") as refused:
         task_of("a.csv")
     exec(re.search(r"pandas.*lines=True\)", str(refused.value))[0], {"pandas": pandas, "PATH": "a.csv"})
     Path("mine.py").write_text(SAME)
@@ -111,7 +110,7 @@ def test_a_table_keeps_its_characters_if_it_is_converted_as_its_refusal_says(tmp
 def test_a_dataset_needs_the_library_datasets_and_a_file_of_rows_does_not(good, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert task_of(good / "task.jsonl").train
-    with pytest.raises(ValueError, match=r"^loading the .*pip install datasets\) failed: ModuleNotFoundError"):
+    with value_error(r"^loading the .*pip install datasets\) failed: ModuleNotFoundError"):
         task_of(tmp_path)
 
 
@@ -120,7 +119,7 @@ BAD = [{"question": "1", "answer": "diverges"}, {"question": "3"}, {"question": 
 OTHERS = [{"question": "q3 ", "answer": 5}, {"question": "q3", "answer": 6}]
 
 
-@pytest.mark.parametrize("rows, complaint, dropped, left", [
+@parametrize("rows, complaint, dropped, left", [
     (BAD, r"line 11: its answer 'diverges' is no .*; to leave such rows out, --unreadable-answers drop",
      r"3 of 13 rows of .* readable answer: .*line 11: its .*; .*line 12: .*; .*line 13: .*: DROPPED\n", 10),
     (OTHERS, "^1 of 10 questions have two answers: .*line 4 has '3' and .*line 11 has '5'; to leave them out, --unread",
@@ -128,10 +127,10 @@ OTHERS = [{"question": "q3 ", "answer": 5}, {"question": "q3", "answer": 6}]
 ])  # fmt: skip
 def test_rows_that_cannot_be_read_or_contradict_each_other_are_refused_or_dropped(
         loaded, rows, complaint, dropped, left, capsys):
-    with pytest.raises(ValueError, match=complaint):
+    with value_error(complaint):
         loaded(GOOD + rows)
     task = loaded(GOOD + rows, unreadable_answers="drop")
-    assert {problem.question for problem in task.problems} == {f"q{n}" for n in range(10) if left == 10 or n != 3}
+    assert len({problem.question for problem in task.problems} - {"q3"}) == 9 and len(task.problems) == left
     assert len(re.findall(dropped, capsys.readouterr().out)) == 1
 
 
@@ -142,29 +141,24 @@ def test_files_of_rows_that_are_in_no_split_are_named(tmp_path, capsys):
     assert f"notice: NOT READ in {tmp_path} are 2 files, such as {tmp_path}/hard.jsonl: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind, value, refused", [
-    (datasets.Value("float64"), 0.1, None), (datasets.ClassLabel(names=["0.1"]), 0, "ClassLabel"),
-    ({"float32": datasets.Value("int64")}, {"float32": 1}, None), (datasets.Value("float32"), 0.1, "float32"),
-    ({"ground_truth": [datasets.Value("float16")]}, {"ground_truth": [0.1]}, "float16"),
+@parametrize("kind, value, lossy", [
+    (Value("float64"), 0.1, ""), (ClassLabel(names=["0.1"]), 0, "ClassLabel"), (Value("float32"), 0.1, "float32"),
+    ({"float32": Value("int64")}, {"float32": 1}, ""), ({"truth": [Value("float16")]}, {"truth": [0.1]}, "float16"),
 ])  # fmt: skip
-def test_types_that_change_a_value_are_refused_in_any_column_at_any_depth(tmp_path, kind, value, refused):
-    string = datasets.Value("string")
-    features = datasets.Features(question=string, answer=string, value=kind)
-    rows = {"question": ["1", "2"], "answer": ["0.1", "2"], "value": [value] * 2}
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "a.parquet")
+def test_types_that_change_a_value_are_refused_in_any_column_at_any_depth(tmp_path, kind, value, lossy):
+    rows = {"question": ["1"], "answer": ["0.1"], "value": [value]}
+    types = Features(question=Value("string"), answer=Value("string"), value=kind)
+    Dataset.from_dict(rows, features=types).to_parquet(tmp_path / "a.parquet")
     for name in (tmp_path / "a.parquet", tmp_path):
-        if refused:
-            with pytest.raises(ValueError, match=rf"column value of .* got {refused}; store its values as texts, or "):
-                task_of(name)
-        else:
-            assert [problem.row["value"] for problem in task_of(name).problems] == [value] * 2
+        with value_error(f"column value of .* got {lossy}; store its values as texts, or ") if lossy else nullcontext():
+            assert [problem.row["value"] for problem in task_of(name, eval_task="digits").train] == [value]
 
 
 def test_a_class_label_of_a_readme_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "1", "answer": 0}')
     feature = "{name: answer, dtype: {class_label: {names: {'0': B}}}}"
     (tmp_path / "README.md").write_text(f"---\ndataset_info:\n  features: [{feature}]\n---\n")
-    with pytest.raises(ValueError, match=r"column answer of .* got ClassLabel"):
+    with value_error(r"column answer of .* got ClassLabel"):
         task_of(tmp_path)
 
 
@@ -172,7 +166,7 @@ def test_a_folder_whose_name_is_a_pattern_of_another_is_refused(tmp_path):
     for name in ("set1", "set[1]"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.jsonl").write_text('{"question": "1", "answer": 1}')
-    with pytest.raises(ValueError, match=r"a folder's path must have no .*; rename the folder"):
+    with value_error(r"a folder's path must have no .*; rename the folder"):
         task_of(tmp_path / "set[1]")
 
 
@@ -188,7 +182,7 @@ def test_a_dataset_keeps_its_own_splits_and_with_any_split_it_can_be_evaluated_o
     folder = tmp_path / "math"
     folder.mkdir()
     FRAME[:5].to_parquet(folder / "test-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"^task must have problems left to train on, .*math has 5 .* held out"):
+    with value_error(r"^task must have problems left to train on, .*math has 5 .* held out"):
         task_of(folder)
     assert len(task_of("digits", eval_task=str(folder)).held_out) == 5
     assert len(task_of(good / "task.jsonl", eval_task="digits").held_out) == 256
@@ -201,7 +195,7 @@ def test_a_dataset_keeps_its_own_splits_and_with_any_split_it_can_be_evaluated_o
 
 # ------------------------------------------------------------------------------------------------ passes
 def test_chats_with_their_entries_in_another_order_are_one_problem():
-    one, other = ([{name: name for name in names}] for names in (("role", "content"), ("content", "role")))
+    one, other = ([dict.fromkeys(names, "x")] for names in (("role", "content"), ("content", "role")))
     assert Problem("", "", "", messages=one).key == Problem("", "", "", messages=other).key
 
 
@@ -209,18 +203,15 @@ def test_each_problem_comes_once_in_a_pass_in_a_new_order_and_none_twice_in_a_st
     """As many independent draws as there are problems miss 37 % of them."""
     problems = [Problem(str(number), "", "") for number in range(10)]
     task, rng, left = Task(problems, [], exact_match, in_passes=True), random.Random(0), []
-    steps = [[problem.question for problem in task.sample(rng, 4, left)] for _ in range(40)]
-    assert {len({*step}) for step in steps} == {4}
-    drawn = [*chain(*steps)]
+    steps = [task.sample(rng, 4, left) for _ in range(40)]
+    assert all(len({problem.question for problem in step}) == 4 for step in steps)
+    drawn = [problem.question for problem in chain(*steps)]
     passes = {tuple(drawn[start : start + 10]) for start in range(0, 160, 10)}
-    assert len(passes) == 16
-    assert {len({*each}) for each in passes} == {10}
+    assert len(passes) == 16 and all(len({*each}) == 10 for each in passes)
 
 
 def test_a_task_file_can_list_its_problems(loaded, capsys):
-    task = loaded("""
-def problems(): return [{"question": "%d + 1?" % n, "target": n} for n in range(40)]
+    task = loaded("""problems = [{"question": "%d + 1?" % n, "target": n} for n in range(40)]
 def reward(problem, response): return problem.row["question"] == problem.question""")
-    assert task.in_passes and len(task.problems) == 40
+    assert task.in_passes and len(task.problems) == 40 and task.reward(task.train[0], "") == 1.0
     assert capsys.readouterr().out == ""  # columns are of rows
-    assert task.reward(task.train[0], "") == 1.0

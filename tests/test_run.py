@@ -2,41 +2,39 @@
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import RECURRENT, config_of, python, qwen2, small_model
+from helpers import RECURRENT, config_of, parametrize, python, qwen2, small_model, value_error
 
 from engine_adapter import Engine, ParityFlags
 from extras.notices import name_idle
 from extras.transformers_engine import TransformersEngine, engine_for
 from report.errors import end_of_process
 from rl import Policy
-from train import Config, complete_run, new_run
+from train import complete_run, new_run
 
 
 @pytest.fixture
-def job(good, tmp_path) -> Callable[..., Config]:
+def job(good, tmp_path):
     """For a small model; not the toy: it would be taught on this process's threads."""
     usual = dict(num_prompts=4, out=str(tmp_path / "run"), task=str(good / "task.jsonl"), model=str(good / "model"))
     return lambda **changes: config_of(**usual | changes)
 
 
 def test_a_switch_that_can_change_nothing_is_named(capsys):
-    task = SimpleNamespace(prompts=[[0] * 7])
-    off = ParityFlags(inflight_keep=False, fp32_head=False)
-    raw, masked = (ParityFlags(processed_logprobs=False, sampling_mask=mask) for mask in (True, False))
-    for parity, changes, named in (
+    off, raw = dict(inflight_keep=False, fp32_head=False), dict(processed_logprobs=False)
+    for flags, changes, named in (
         (off, {}, ["inflight_keep", "fp32_head"]), (off, {"inflight_groups": 1, "dtype": "bfloat16"}, []),
         (raw, {"temperature": 0.7}, []), (raw, {"temperature": 1.0}, ["processed_logprobs"]),
-        (masked, {"temperature": 1.0, "top_p": 0.9}, []),
+        (raw | {"sampling_mask": False}, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
+        config = config_of(ParityFlags(**flags), **changes)
+        run = SimpleNamespace(config=config, task=SimpleNamespace(prompts=[[0] * 7]))
         engine = SimpleNamespace(settings={"block_size": 16})
-        run = SimpleNamespace(config=config_of(parity, **changes), task=task)
         name_idle(SimpleNamespace(run=run, engine=engine), {})
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
@@ -75,17 +73,17 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
         assert engine_for(run, policy).max_num_seqs == sequences
 
 
-@pytest.mark.parametrize("waiting", [0, 3])
+@parametrize("waiting", [0, 3])
 def test_a_step_may_take_all_problems_and_no_more(job, waiting):
     most = len(complete_run(job()).task.train) - waiting
     complete_run(job(num_prompts=most, inflight_groups=waiting))
-    with pytest.raises(ValueError, match=f" must be at most {most + waiting} "):
+    with value_error(f" must be at most {most + waiting} "):
         complete_run(job(num_prompts=most + 1, inflight_groups=waiting))
 
 
 def test_a_used_folder_is_refused_before_a_toy_is_taught(tmp_path):
     (tmp_path / "config.json").touch()
-    with pytest.raises(ValueError, match="out must be a new folder"):
+    with value_error("out must be a new folder"):
         complete_run(config_of(out=str(tmp_path), cache_dir=str(tmp_path / "cache")))
     assert not (tmp_path / "cache").exists()
 
@@ -96,13 +94,13 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
     both = dict(min_p=0.02, top_p=0.9)
     refused, *allowed = (new_run(job(**options)) for options in (
         both, both | {"engine": "transformers"}, dict(min_p=0.02, top_k=6), dict(top_k=6, top_p=0.9)))
-    with pytest.raises(ValueError, match=r"min_p must be 0 with top_p on a GPU .*, got 0.02 and 0.9; try --top-k"):
+    with value_error(r"min_p must be 0 with top_p on a GPU .*, got 0.02 and 0.9; try --top-k"):
         refused.config.extra.sampling_mask.install(refused)
     for run in allowed:
         run.config.extra.sampling_mask.install(run)
 
 
-@pytest.mark.parametrize("version, needed, complaint", [
+@parametrize("version, needed, complaint", [
     ("", "", "vLLM is not installed"), ("0.99.1", "", r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"),
     ("0.32.0", "torch==9.9", r"torch must be ==9\.9, for which vLLM 0\.32\.0 was built, got 2"),
 ])  # fmt: skip
@@ -110,7 +108,7 @@ def test_vllm_must_be_there_where_it_samples_in_a_tested_version_and_for_this_to
         job, monkeypatch, version, needed, complaint):
     installed = [SimpleNamespace(version=version, requires=[needed] if needed else None)] if version else []
     monkeypatch.setattr("vllm_cases.distributions", lambda name: installed)
-    with pytest.raises(ValueError, match=complaint):
+    with value_error(complaint):
         complete_run(job())
     complete_run(job(**{"allow_untested_vllm": True} if version else {"engine": "transformers"}))
 
@@ -118,7 +116,7 @@ def test_vllm_must_be_there_where_it_samples_in_a_tested_version_and_for_this_to
 def test_a_gpus_process_ends_before_python_does_with_its_status(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
-    def last_block() -> None:
+    def last_block():
         with suppress(SystemExit), end_of_process():
             sys.exit(2)
         os._exit(3)

@@ -1,13 +1,11 @@
 """The sampler's mask (top-k, top-p, min-p): the kept sets of both engines, and the trainer's use of them."""
 
-import math
-
 import numpy
 import pytest
 import torch
-from helpers import DEVICES, PROMPTS, ROUNDING, at, built, qwen2, started
+from helpers import DEVICES, PROMPTS, ROUNDING, at, built, parametrize, qwen2, started, value_error
 
-from engine_adapter import Engine, ParityFlags, Rollout, reseed
+from engine_adapter import ParityFlags, Rollout, reseed
 from extras.sampling_mask import kept_sets, policy_options
 from extras.shared.masks import MaskedSampling, masked_logits
 from extras.transformers_engine import TransformersEngine
@@ -19,12 +17,12 @@ from verify.parity import NEUTRAL, drawn_from
 MASKS = [dict(top_k=5, top_p=0.9), dict(min_p=0.05), dict(min_p=0.02, top_k=20, top_p=0.95)]
 
 
-def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
+def sampled(engine, max_kept=96, **mask):
     reseed(0)
     return engine.generate(PROMPTS, 4, MaskedSampling(1.3, 12, (2,), max_kept=max_kept, **mask))
 
 
-def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
+def measured(policy, rollouts, **mask):
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, policy.device)
     policy = at(policy, 1.3).with_(**policy_options(MaskedSampling(1.3, 12, **mask)))
@@ -33,46 +31,33 @@ def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str,
     return of_mismatch(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 
 
-def by_the_book(row: list[float], sampling: MaskedSampling) -> set[int]:
-    """The tokens that the masks keep of one token's logits, entry by entry, in plain Python."""
-    weights = [math.exp((value - max(row)) / sampling.temperature) for value in row]  # the largest is 1
-    likeliest = sorted(range(len(row)), key=lambda token: -weights[token])
-    bar = max(weights[likeliest[(sampling.top_k or len(row)) - 1]], sampling.min_p)
-    kept = [token for token in likeliest if weights[token] >= bar]
-    total, mass, nucleus = sum(weights[token] for token in kept), 0.0, set()
-    for token in kept:
-        if mass < sampling.top_p * total:
-            nucleus.add(token)
-        mass += weights[token]
-    return nucleus
-
-
-def check_masks(policy: Policy, engine, rounding: float = ROUNDING) -> None:
-    """Each kept set is that of `by_the_book` and has the sampled token, and the trainer's softmax is over it."""
+def check_masks(policy, engine, rounding=ROUNDING):
+    """Each kept set is that of `drawn_from` and has the sampled token, and the trainer's softmax is over it."""
     for mask in MASKS:
         rollouts = sampled(engine, **mask)
         for rollout in rollouts[::5]:
-            ids = torch.tensor([rollout.prompt_ids + rollout.token_ids], device=policy.device)
+            prompt, response = (torch.tensor(ids, device=policy.device)
+                                for ids in (rollout.prompt_ids, rollout.token_ids))
             with torch.no_grad():
-                logits = policy.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].tolist()
-            for token, kept, row in zip(rollout.token_ids, rollout.kept, logits, strict=True):
-                assert token in kept and {*kept.tolist()} == by_the_book(row, MaskedSampling(1.3, 12, **mask))
+                logits = policy.model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].double()
+            plain = drawn_from(logits, prompt, response, **NEUTRAL | {"temperature": 1.3} | mask).isfinite()
+            for token, kept, row in zip(response, rollout.kept, plain, strict=True):
+                assert token in kept and sorted(kept) == row.nonzero()[:, 0].tolist()
         found, means = measured(policy, rollouts, **mask)
-        assert found["mismatch_abs_mean"] <= rounding, mask
-        assert means["outside_frac"] == 0, mask
-        assert means["engine_kept_mass"] == pytest.approx(means["kept_mass"], abs=ROUNDING), mask
-        assert means["kept_mass"] < 0.99, mask
+        assert found["mismatch_abs_mean"] <= rounding and means["outside_frac"] == 0, mask
+        assert means["engine_kept_mass"] == pytest.approx(means["kept_mass"], abs=ROUNDING)
+        assert means["kept_mass"] < 0.99
 
 
 # ------------------------------------------------------------------------------------------------ kept sets
 @pytest.mark.engine
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[*DEVICES[1].marks, pytest.mark.own_process])])
+@parametrize("device", ["cpu", pytest.param("cuda", marks=[*DEVICES[1].marks, pytest.mark.own_process])])
 def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_takes_its_softmax_over_them(
         engine_folder, device):
     policy = Policy(qwen2().to(device))
     with started(engine_folder, policy) as engine:
         check_masks(policy, engine, ROUNDING if device == "cpu" else 1e-3)
-        with pytest.raises(ValueError, match=r"max_kept must be .* got 5, one has more .*--max-kept"):
+        with value_error(r"max_kept must be .* got 5, one has more .*--max-kept"):
             sampled(engine, max_kept=5, top_k=6)
 
 
@@ -92,7 +77,7 @@ def test_the_reference_engine_samples_under_the_same_masks(policy):
     check_masks(policy, engine)
 
 
-@pytest.mark.parametrize("mask", [
+@parametrize("mask", [
     {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}], ids=str)
 def test_the_fast_mask_keeps_what_the_one_for_other_stacks_keeps(mask):
     logits, targets = 3 * torch.randn(50, 700, dtype=torch.float64), torch.arange(50)
@@ -104,14 +89,13 @@ def test_the_fast_mask_keeps_what_the_one_for_other_stacks_keeps(mask):
 
 def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution():
     """Beside two others one that is not flat."""
-    logits, sampling = torch.randn(3, 2000), MaskedSampling(1.0, 1, top_p=0.9)
+    logits, targets = torch.randn(3, 2000), torch.arange(3)
     logits[2] *= 9
-    for row, masked in zip(logits, masked_logits(logits, sampling), strict=True):
-        kept = masked.isfinite()
-        assert (kept.sum() > 512) == (row.max() < 9)
-        apart = {*kept.nonzero()[:, 0].tolist()} ^ by_the_book(row.tolist(), sampling)
-        assert len(apart) <= 1  # the last one, by rounding
-        assert torch.equal(masked[kept], row[kept])
+    masked = masked_logits(logits, MaskedSampling(1.0, 1, top_p=0.9))
+    kept, plain = masked.isfinite(), drawn_from(logits, targets[:0], targets, **NEUTRAL | {"top_p": 0.9}).isfinite()
+    assert (kept.sum(dim=1) > 512).tolist() == [True, True, False]
+    assert (kept != plain).sum(dim=1).max() <= 1  # the last one, by rounding
+    assert torch.equal(masked[kept], logits[kept])
 
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
@@ -133,18 +117,17 @@ def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds(p
     kept, mass = likely.indices[:3].numpy(), likely.values.cumsum(0)
     _, means = measured(policy, [Rollout(ids, 0, [int(kept[2])], [0.0], kept=[kept])], top_k=2)
     probs = likely.values[:3] / mass[2]  # over the kept set
-    expected = {"outside_frac": 1, "kept_mass": mass[1], "engine_kept_mass": mass[2], "logprobs": probs[2].log(),
-                "entropy": torch.special.entr(probs).sum()}  # fmt: skip
-    for name, value in expected.items():
-        assert means[name] == pytest.approx(float(value), abs=1e-5), name
+    expected = dict(outside_frac=1, kept_mass=mass[1], engine_kept_mass=mass[2], logprobs=probs[2].log(),
+                    entropy=torch.special.entr(probs).sum())  # fmt: skip
+    assert all(abs(means[name] - value) < 1e-5 for name, value in expected.items())
 
 
 # ------------------------------------------------------------------------------------------------ runs
 # A whole one: test_stop_texts.py; what an abort does to kept sets: test_inflight.py.
 def test_an_evaluation_samples_under_the_mask_and_returns_no_kept_sets(good, tmp_path):
-    trainer = built(good, tmp_path, temperature=1.5, top_k=7, top_p=0.001, min_p=0.1)  # keeps the likeliest token
-    drawn = trainer.run.sampling
-    assert (drawn.top_k, drawn.top_p, drawn.min_p, drawn.max_kept) == (7, 0.001, 0.1, 24)
+    masks = dict(top_k=7, top_p=0.001, min_p=0.1)  # they keep the likeliest token
+    trainer = built(good, tmp_path, temperature=1.5, **masks)
+    assert vars(trainer.run.sampling).items() >= (masks | {"max_kept": 24}).items()
     greedy, drawn = (answer_held_out(trainer, 1, trainer.source, "greedy", 1, temperature)[0]
                      for temperature in (0.0, 1.5))  # fmt: skip
     assert [each.token_ids for each in greedy] == [each.token_ids for each in drawn]

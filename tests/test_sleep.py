@@ -2,7 +2,7 @@
 
 import pytest
 from gpu_path import lossy_sleep
-from helpers import read_json, rows_of_run, timeless
+from helpers import parametrize, read_json, rows_of_run, timeless
 
 IN_FLIGHT = "--inflight-groups 4 --max-num-seqs 12 --max-new-tokens 40 --temperature 2 --parity.no-inflight-keep "
 JOBS = {
@@ -12,7 +12,7 @@ JOBS = {
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("job", JOBS)
+@parametrize("job", JOBS)
 def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them(
         good, tmp_path, monkeypatch, job):
     words = ("--task {root}/task.py --steps 5 --temperature 1.5 --group-size 4 --max-new-tokens 16 --lr 1e-3"

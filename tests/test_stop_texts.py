@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from helpers import ROUNDING, published, rows, rows_of_run
+from helpers import ROUNDING, parametrize, published, rows, rows_of_run
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
@@ -12,7 +12,7 @@ from extras.stop_texts import StopTexts
 TEXT = "Question: What is 7 plus 8?\n\nAnswer: it is 15, né à 東京.\n#### 15\n\n\n  Question: é€🙂\n🙂🙂🙂🙂\n" * 3
 
 
-@pytest.mark.parametrize("form", ["gpt2", "llama2", "no text"])
+@parametrize("form", ["gpt2", "llama2", "no text"])
 def test_a_response_ends_with_the_token_that_completes_a_text_however_its_characters_are_cut(form):
     """Also after tokens without text, and after a byte that is no character."""
     tokenizer, rng, ended = PreTrainedTokenizerFast(tokenizer_object=published(form)), random.Random(0), 0
@@ -22,17 +22,19 @@ def test_a_response_ends_with_the_token_that_completes_a_text_however_its_charac
         ids = rng.choices(vocabulary, k=60) if case % 2 else written[start : start + 5] + [0] * 9 + written[start:]
         text = tokenizer.decode(ids).replace("\ufffd", "") or TEXT
         start = rng.randrange(len(text))
-        stops = text[start : start + rng.choice((1, 1, 2, 5, 12))], "never"
-        beginnings = [ids[: n + 1] for n in range(len(ids))]
-        completed = [any(stop in tokenizer.decode(each) for stop in stops) for each in beginnings]
-        ends = [StopTexts(tokenizer, stops)(Rollout([], None, each)) for each in beginnings]
-        assert [*completed, True].index(True) == [*ends, True].index(True)
-        ended += True in ends
+        stop = text[start : start + rng.choice((1, 1, 2, 5, 12))]
+        ends = StopTexts(tokenizer, ("never", stop))
+        for beginning in (ids[: n + 1] for n in range(len(ids))):
+            completed = stop in tokenizer.decode(beginning)
+            assert ends(Rollout([], None, beginning)) == completed
+            if completed:
+                ended += 1
+                break
     assert ended > 30
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("options", ["--engine transformers", "--inflight-groups 2", "--top-k 40"])
+@parametrize("options", ["--engine transformers", "--inflight-groups 2", "--top-k 40"])
 def test_the_reward_gets_the_text_before_the_stop_text_and_such_a_response_is_not_truncated(
         options, good, tmp_path):  # fmt: skip
     """The model goes on with "============" after each question. The tokens are those that the trainer scores."""

@@ -1,75 +1,69 @@
 """lab.study: which runs a record has, what its table says, and real runs that crash, are killed and go on."""
 
-import json
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from math import sqrt
-from pathlib import Path
 
 import psutil
 import pytest
-from helpers import PYTHON, ROOT, read_json, refusal, rewrite
+from helpers import PYTHON, ROOT, contents, parametrize, read_json, refusal, rewrite
 
 from lab.cells import METRICS, STUDIES
 from lab.study import MARK, RECORDS, Options, identity_of, main, paired, runs_of, text_of
+from report.files import append_rows
 
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1}, {"step": 1, "reward": 0.25, "eval_reward": 0.5}]
 
 
-def write_run(root: Path, out: Path, name: str, seed: int) -> Path:
+def write_run(root, out, name, seed):
     """A finished run of the ladder, as train.py and the study leave it."""
     job = f"--model {root}/model --task {root}/task.jsonl"
     run, = runs_of(Options("ladder", cells=(name,), seeds=(seed,), steps=1, train_args=job), out)
     run.folder.mkdir(parents=True)
     record = {"device": "a CPU", "commit": "abc", "dirty": False, "versions": {"torch": "1"}, "audit": {}}
     record |= identity_of(replace(run.config, steps=0)) | {"config": run.config.flat()}
-    (run.folder / "config.json").write_text(json.dumps(record))
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
+    rewrite("config.json", **record)(run.folder)
+    append_rows(run.folder / "metrics.jsonl", STEPS)
     (run.folder / MARK).touch()
     return run.folder
 
 
-def words_of(root: Path, out: Path, more: str) -> list[str]:
+def words_of(root, out, more):
     return [*f"ladder --steps 1 --out {out} {more}".split(),
             f"--train-args=--model {root}/model --task {root}/task.jsonl"]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ which runs
-def cut(path: Path) -> None:
+def cut(path):
     path.write_text(path.read_text().rpartition("\n")[0])
 
 
-def change_options(path: Path) -> None:
-    path.write_text(path.read_text().replace('"lr": ', '"gone": 1, "lr": 1'))
-
-
-# What is done to a root with a model, a task and a finished run, and what is said of the run.
+# What is done to a root with a task and a finished run, and what is said of the run. The rest of what makes a run
+# another one is in test_resume.py and test_prompts.py.
 OTHERS = {
-    "options": (lambda _, run: change_options(run / "config.json"), "its options, changed are gone, lr; try"),
+    "options": (lambda _, run: rewrite("config.json", config=read_json(run / "config.json")["config"] | {"lr": 1})(run),
+                "its options, changed are lr; try"),
     "rows": (lambda root, _: cut(root / "task.jsonl"), "model and its task, changed are {root}/task.jsonl; try"),
-    "model": (lambda root, _: rewrite("generation_config.json", top_k=1)(root / "model"),
-              "model and its task, changed are {root}/model/generation_config.json; try"),
-    "prompts": (lambda _, run: rewrite("config.json", prompts={"first": "<bos>1", "digest": ""})(run),
-                "prompts: the same questions have other tokens now, such as '"),
     "cut": (lambda _, run: cut(run / "metrics.jsonl"), "the steps 0 to 1 in metrics.jsonl, it has 1;"),
     "no table": (lambda _, run: (run / "metrics.jsonl").unlink(), "the steps 0 to 1 in metrics.jsonl, it has 0;"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@parametrize("kind", OTHERS)
 def test_a_finished_run_of_another_job_or_without_a_row_is_named_before_another_one_starts(
         good, tmp_path, kind, capsys):
     root, (spoil, complaint) = shutil.copytree(good, tmp_path / "root"), OTHERS[kind]
     folder = write_run(root, tmp_path, "parity", 0)
     spoil(root, folder)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     said = refusal(words_of(root, tmp_path, "--cells parity --seeds 0 1"), capsys, main)
     assert f"the finished run {folder} " in said
     assert complaint.format(root=root) in said
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
     assert [*tmp_path.glob("runs/*")] == [folder]
 
 
@@ -80,14 +74,15 @@ def test_a_task_that_draws_from_its_own_generator_is_refused(good, tmp_path, cap
 
 
 def test_a_record_has_the_runs_that_are_named_and_its_table_what_they_have_measured(good, tmp_path, capsys):
-    for name, seed in (("parity", 0), ("parity", 1), ("transformers", 0), ("transformers", 1), ("parity", 2)):
+    for name, seed in product(("parity", "transformers"), range(3)):
         write_run(good, tmp_path, name, seed)
     words = words_of(good, tmp_path, "--cells parity trans* --seeds 1 0 1 --metrics reward eval_trainer_alone")
     assert main(words) == 0
     assert "| parity | 2 | transformers | 0.25 (0.25 to 0.25); +0.00 ± 0.00 |\n" in capsys.readouterr().out
     record = read_json(tmp_path / "ladder.json")
-    assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"parity": [1, 0], "transformers": [1, 0]}
-    metrics = record["cells"]["parity"]["metrics"]
+    cells = record["cells"]
+    assert [(name, cells[name]["seeds"]) for name in cells] == [("parity", [1, 0]), ("transformers", [1, 0])]
+    metrics = cells["parity"]["metrics"]
     assert (metrics["eval_reward"], metrics["eval_trainer_alone"]) == ([0.5, 0.5], [None, None])
     assert [record[name] for name in ("device", "commit", "dirty", "crashed")] == ["a CPU", "abc", False, {}]
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
@@ -97,7 +92,7 @@ def test_a_record_has_the_runs_that_are_named_and_its_table_what_they_have_measu
     assert "\n| parity       | 2     | transformers | 0.25   |\n" in narrow
 
 
-@pytest.mark.parametrize("words, complaint", [
+@parametrize("words, complaint", [
     (["ladder", "--cells", "v2"], "cells must be names or patterns of transformers, v1-defaults,"),
     (["ladder", "--metrics", "step_s"], "metrics must be names or patterns of reward, eval_reward,"),
     (["real"], "one of ladder, own (others are in the commit of their record, gpu and bench in 4d0d4e9), got real"),
@@ -108,7 +103,7 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsy
 
 
 # ------------------------------------------------------------------------------------------------ the cells
-@pytest.mark.parametrize("name", STUDIES)
+@parametrize("name", STUDIES)
 def test_each_cell_differs_from_all_others_and_train_accepts_its_options(name, tmp_path):
     runs, (_, cells) = runs_of(Options(name), tmp_path), STUDIES[name]
     assert len({repr(run.config.experiment) for run in runs}) == len(cells)
@@ -119,8 +114,7 @@ def test_each_cell_differs_from_all_others_and_train_accepts_its_options(name, t
 def test_a_paired_difference_has_the_interval_of_students_t():
     ours, theirs = {0: 1.0, 1: 3.0, 2: 5.0, 9: 100.0}, {0: 0.0, 1: 1.0, 2: 2.0, 8: -100.0}
     assert text_of(".2f", ours, theirs) == "27.25 (1.00 to 100.00); +2.00 ± 2.48"  # 4.303 / sqrt(3), of 1, 2 and 3
-    assert paired({0: 3.0}, theirs) == (3.0, None)
-    assert paired({7: 3.0}, theirs) == (None, None)
+    assert (paired({0: 3.0}, theirs), paired({7: 3.0}, theirs)) == ((3.0, None), (None, None))
     many = {seed: float(seed % 2) for seed in range(30)}
     assert paired(many, dict.fromkeys(many, 0.0))[1] == pytest.approx(2.262 * sqrt(0.25 / 29))
 
@@ -167,16 +161,15 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     crashing.touch()  # a file where the folder of this run should be
     assert main([*small, "--steps", "2"]) == 1
     printed = capsys.readouterr().out
-    assert f"v1-defaults-seed0 starts; its lines go to {log}\n" in printed
+    for line in (f"v1-defaults-seed0 starts; its lines go to {log}\n",
+                 "    fp32_head is WITHOUT EFFECT: the model's dtype is float32", "[1/2] v1-defaults-seed0: finished",
+                 "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder",
+                 "**Crashed**\n\n- parity-seed0: exit status 2"):  # fmt: skip
+        assert line in printed
     assert printed.index("[1/2]") < printed.index("parity-seed0 starts")
-    assert "    fp32_head is WITHOUT EFFECT: the model's dtype is float32" in printed
-    assert "[1/2] v1-defaults-seed0: finished" in printed
-    assert "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed
-    assert "**Crashed**\n\n- parity-seed0: exit status 2" in printed
     record = read_json(runs.parent / "ladder.json")
-    assert set(record["cells"]) == {"v1-defaults"}
-    assert set(record["crashed"]) == {"parity-seed0"}
-    assert record["cells"]["v1-defaults"]["engine"]["logprobs_mode"] == "raw_logprobs"
+    (finished,), (crashed,) = record["cells"].values(), record["crashed"]
+    assert (finished["engine"]["logprobs_mode"], crashed) == ("raw_logprobs", "parity-seed0")
 
     finished = runs / "v1-defaults-seed0" / "metrics.jsonl"
     stamp = finished.stat().st_mtime_ns

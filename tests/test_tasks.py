@@ -5,8 +5,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-from helpers import task_of
+from helpers import parametrize, task_of
 
 from tasks import Problem, Task, exact_match
 from tasks.problem_files import drawn
@@ -15,19 +14,17 @@ from tasks.toys import addition, digits
 
 
 # ------------------------------------------------------------------------------------------------ the toys
-@pytest.mark.parametrize("toy, sizes", [(addition, (18_000, 2_000)), (digits, (64, 256))])
-def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes):
+@parametrize("toy, sizes, right", [
+    (addition, (18_000, 2_000), lambda a, b: f"{int(a) + int(b):04}"[::-1]),
+    (digits, (64, 256), lambda a, b: "".join(map(max, a, b)).rstrip("=")),  # the larger digit at each place
+])  # fmt: skip
+def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes, right):
     task = toy(0)
     assert (len(task.train), len(task.held_out)) == sizes
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     assert task.train == toy(0).train != toy(1).train
     assert len({p.question for p in task.sample(random.Random(3), 64, [])}) == 64
-    for problem in task.problems:
-        a, b = problem.question[:-1].split("+")
-        if toy is addition:
-            assert problem.answer == f"{int(a) + int(b):04}"[::-1]
-        else:  # the larger digit at each place
-            assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
+    assert all(problem.answer == right(*problem.question[:-1].split("+")) for problem in task.problems)
 
 
 def test_exact_match():
@@ -83,7 +80,7 @@ def test_the_fingerprint_has_the_columns_that_only_a_reward_reads():
     assert one != other
 
 
-@pytest.mark.parametrize("there_are, found", [(10**6, 10_000), (50, 50)])
+@parametrize("there_are, found", [(10**6, 10_000), (50, 50)])
 def test_a_task_that_draws_has_ten_thousand_problems_or_all_there_are(there_are, found):
     rng = random.Random(0)
     assert len(drawn(SimpleNamespace(sample=lambda: rng.randrange(there_are)))) == found

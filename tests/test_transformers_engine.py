@@ -4,22 +4,20 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-import pytest
-import torch
-from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, small_model
+from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, parametrize, small_model, value_error
 
 from engine_adapter import Sampling
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
 
 
-def ready(policy: Policy, **options) -> TransformersEngine:
+def ready(policy, **options):
     engine = TransformersEngine(policy, **options)
     engine.load(policy.weights())
     return engine
 
 
-@pytest.mark.parametrize("name, changes, max_num_seqs", [
+@parametrize("name, changes, max_num_seqs", [
     ("Qwen2", {}, 64), ("GPT2", {}, 3),  # 3: rollouts queue, cohorts of all sizes; GPT2 has learned positions
     ("Gemma2", dict(sliding_window=8), 3),
 ])  # fmt: skip
@@ -33,9 +31,6 @@ def test_it_has_no_mismatch_before_and_after_updates(name, changes, max_num_seqs
         assert [each.prompt_ids for each in rollouts] == [prompt for prompt in PROMPTS for _ in range(4)]  # group-major
         assert floors_of(policy, rollouts, WARM.temperature) < AT_PARITY
         move_and_load(policy, engine, 0.05, seed)
-    (greedy,) = engine.generate(PROMPTS[:1], 1, Sampling(0.0, 5))
-    logits = policy.model(torch.tensor([greedy.prompt_ids + greedy.token_ids])).logits[0]
-    assert greedy.token_ids == logits.argmax(dim=1)[len(greedy.prompt_ids) - 1 : -1].tolist()
 
 
 def test_it_samples_from_the_distribution_it_reports(policy):
@@ -48,7 +43,7 @@ def test_it_samples_from_the_distribution_it_reports(policy):
 
 def test_an_argument_of_vllm_is_refused():
     run = SimpleNamespace(further={"kv_cache_dtype": "fp8"})
-    with pytest.raises(ValueError, match="engine must be vllm with an option that sets an argument of vLLM"):
+    with value_error("engine must be vllm with an option that sets an argument of vLLM"):
         TransformersEngine.start(run, None)
 
 

@@ -1,9 +1,9 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left."""
 
 import json
+from itertools import chain
 
-import pytest
-from helpers import built, python, rows
+from helpers import built, parametrize, python, rows
 from matplotlib.figure import Figure
 
 from report.log import answer_line, log_line
@@ -21,9 +21,9 @@ def test_curves_are_drawn_at_an_evaluation(good, tmp_path, capsys, monkeypatch):
     table = rows(out)
     assert ["eval_reward" in row for row in table] == [True, False, True, True]
     assert [path for _, path in drawn] == 2 * [out / "curves.png"]  # that before the first has no curve
-    for line in (line for axis in drawn[-1][0].axes for line in axis.lines):
-        points = [(row["step"], row[line.get_label()]) for row in table if row.get(line.get_label()) is not None]
-        assert [*zip(*line.get_data(), strict=True)] == points
+    for line in chain(*(axis.lines for axis in drawn[-1][0].axes)):
+        name = line.get_label()
+        assert line.get_xydata().tolist() == [[row["step"], row[name]] for row in table if row.get(name) is not None]
     said = capsys.readouterr().out.splitlines()
     assert f"writing {out}/policy" in said
     shown = [line for line in said if line.startswith("    ")]
@@ -59,7 +59,7 @@ LINES = [  # a step without a signal has no gradient, and a batch of stale rows 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("metrics, line", LINES, ids=len)
+@parametrize("metrics, line", LINES, ids=len)
 def test_the_line_of_a_step(good, tmp_path, metrics, line):
     options = dict(inflight_groups=1, reject="token", top_k=2, eval_trainer_alone=True)
     endings = built(good, tmp_path, **options).run.endings
@@ -69,8 +69,7 @@ def test_the_line_of_a_step(good, tmp_path, metrics, line):
 def test_an_answer_is_one_short_line():
     assert answer_line(ROW) == '    "What is 3 + 2?" -> " 5\\nor 6", reward 1'
     long = answer_line(ROW | {"response": "x" * 300})
-    assert len(long) < 130
-    assert long.endswith('..., reward 1')
+    assert len(long) < 130 and long.endswith('..., reward 1')
 
 
 def test_a_command_prints_what_the_terminal_cannot_show_as_numbers():

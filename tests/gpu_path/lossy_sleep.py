@@ -3,7 +3,6 @@
 vLLM's own engine core pauses and resumes, and clears its caches. Its worker, which would release memory, is replaced.
 """
 
-from collections.abc import Callable
 
 import torch
 
@@ -12,17 +11,17 @@ from engine_adapter import Engine
 GARBAGE = 3e4  # in the KV cache: a CPU's attention multiplies unused places by 0, and NaN would stay NaN
 
 
-def install(patch: Callable = setattr) -> list[Engine]:
+def install(patch=setattr) -> list[Engine]:
     """All engines that start from now on sleep so. Each sleep adds its engine to the list."""
     sleeps, usual = [], Engine.__init__
 
-    def start(engine: Engine, *given, **named) -> None:
+    def start(engine, *given, **named):
         usual(engine, *given, **named)
         engine.on_gpu = True
         worker = engine.core.model_executor.driver_worker.worker
 
         @torch.no_grad()
-        def sleep(level: int) -> None:
+        def sleep(level):
             assert level == 2
             sleeps.append(engine)
             for parameter in engine.vllm_model.parameters():

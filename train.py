@@ -200,8 +200,8 @@ class Config(extras.ByName):
 # batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean counts
 # (B, T)
 TokenFilter = Callable[[Batch], tuple[Tensor, Tensor]]
-# policy, optimizer, micro-batch -> log-probabilities of the ratio's denominator (b, T)
-Denominator = Callable[[Policy, Optimizer, Batch], Tensor]
+# policy, optimizer, micro-batch -> the micro-batch with another `denominator` or `correction`
+ChangeMicroBatch = Callable[[Policy, Optimizer, Batch], Batch]
 
 
 @dataclass
@@ -229,7 +229,7 @@ class Run(extras.OneOwner):
     checks_kind: type[verify.Checks] = verify.Checks
     source: Callable = Source  # of rollouts
     token_filter: TokenFilter | None = None
-    denominator: Denominator | None = None  # in place of old_logprobs or behavior_logprobs
+    change_micro_batch: ChangeMicroBatch | None = None  # each, before its loss
     further_files: dict[str, str] = field(default_factory=dict)  # digests, for --resume
     find_start: Callable = refuse_used_folder  # the run; may set `checkpoint`
     # The state.pt from which the run goes on, with its `folder`.
@@ -453,7 +453,7 @@ def train_step(sides: Sides, step: int) -> Step:
         for rollout in rollouts])
     with clock("update"):
         metrics |= update(policy, sides.optimizer, batch, minibatches, config, metrics["lr"],
-                          run.token_filter, run.denominator)
+                          run.token_filter, run.change_micro_batch)
 
     # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards
     # them. The engine gives no rollouts before both checks have passed.
@@ -499,7 +499,7 @@ def with_loss_terms(
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
     config: Config, lr: float, token_filter: TokenFilter | None = None,
-    denominator: Denominator | None = None,
+    change_micro_batch: ChangeMicroBatch | None = None,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
@@ -522,8 +522,8 @@ def update(
                 continue
             for rows in micro_batches:
                 micro = batch.select(rows)
-                if denominator:
-                    micro = replace(micro, denominator=denominator(policy, optimizer, micro))
+                if change_micro_batch:
+                    micro = change_micro_batch(policy, optimizer, micro)
                 learns = bool(has_gradient[rows].any())
                 with torch.set_grad_enabled(learns):
                     logprobs = policy.logprobs(micro)  # (b, T)

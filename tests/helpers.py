@@ -133,7 +133,7 @@ def python(*words: object, folder: Path = ROOT, status: int = 0, **environment: 
 
 def copied(folder: Path, *without: str) -> Path:
     """All that a run needs, in a folder of its own, except for files and folders of these names."""
-    left_out = ".*", "docs", "tests", "runs", "exercises", "lab", *without
+    left_out = ".*", "docs", "tests", "runs", "exercises", *without
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     (ROOT / ".cache").mkdir(exist_ok=True)
     (folder / ".cache").symlink_to(ROOT / ".cache")

@@ -23,6 +23,7 @@ OPTIONS = {  # what a patch changes on the trainer's side needs no vLLM
     "two_turns": "--two-turns --max-new-tokens 12",
     "rewards_to_go": "--objective to_go --engine transformers",
     "kl_in_reward": "--kl-reward 0.05 --engine transformers",
+    "full_kv_cache": "--parity.no-full-kv-cache",
 }
 
 
@@ -67,6 +68,11 @@ def check_kl_in_reward(done):
     pairs = zip(done.batch.rollouts, log_ratios.tolist(), strict=True)
     scores = [rollout.reward - 0.05 * sum(row) for rollout, row in pairs]
     torch.testing.assert_close(done.batch.advantages, advantages_of(scores), rtol=1e-3, atol=1e-3)
+
+
+def check_full_kv_cache(done):
+    """The canary would refuse this mismatch, a thousand times that of keys and values in float32."""
+    assert 1e-3 < done.metrics["mismatch_abs_mean"] < 1
 
 
 def apply(name: str, folder: Path) -> None:

@@ -523,7 +523,9 @@ def update(
             for rows in micro_batches:
                 micro = batch.select(rows)
                 if change_micro_batch:
-                    micro = change_micro_batch(policy, optimizer, micro)
+                    with torch.no_grad():
+                        micro = change_micro_batch(policy, optimizer, micro)
+                    assert micro.denominator.shape == micro.mask.shape, f"{micro.denominator.shape=}"
                 learns = bool(has_gradient[rows].any())
                 with torch.set_grad_enabled(learns):
                     logprobs = policy.logprobs(micro)  # (b, T)

@@ -525,7 +525,7 @@ def update(
                 if change_micro_batch:
                     with torch.no_grad():
                         micro = change_micro_batch(policy, optimizer, micro)
-                    assert micro.denominator.shape == micro.mask.shape, f"{micro.denominator.shape=}"
+                    assert micro.denominator.shape == micro.mask.shape, f"{micro.denominator=}"
                 learns = bool(has_gradient[rows].any())
                 with torch.set_grad_enabled(learns):
                     logprobs = policy.logprobs(micro)  # (b, T)

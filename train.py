@@ -416,7 +416,7 @@ def train_step(sides: Sides, step: int) -> Step:
     # 2. Score.
     with clock("reward"):
         for prepare_scores in run.before_scores:
-            prepare_scores(problems, rollouts)
+            verify.batch.check_returned(prepare_scores(problems, rollouts))
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
     verify.batch.check_extra(rollouts)
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
@@ -499,7 +499,7 @@ def with_loss_terms(
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
     config: Config, lr: float, token_filter: TokenFilter | None = None,
-    change_micro_batch: ChangeMicroBatch | None = None,
+    change_micro_batch: ChangeMicroBatch | None = None
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 

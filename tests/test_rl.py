@@ -216,7 +216,8 @@ def test_a_changed_micro_batch_has_the_loss_of_ppo_ewma():
     """
     def around(policy, optimizer, micro):
         proximal = 0.9 * policy.logprobs(micro)
-        return replace(micro, denominator=proximal, correction=(proximal - micro.denominator).exp())
+        weight = ((proximal - micro.denominator) * micro.mask).exp()
+        return replace(micro, denominator=proximal, correction=weight)
 
     batch, proximal = batch_of_four(torch.tensor([[1.3], [-0.7], [0.4], [-1.1]])), 0.9 * (OLD + MOVED)
     old = replace(batch, old_logprobs=proximal, advantages=batch.advantages * (proximal - OLD).exp())

@@ -195,8 +195,8 @@ class Run(extras.OneOwner):
     # batch -> which tokens get no policy gradient (B, T), bool, and those that the loss's mean
     # counts (B, T)
     token_filter: Callable | None = None
-    # policy, optimizer, micro-batch -> log-probabilities of the ratio's denominator (b, T)
-    denominator: Callable | None = None
+    # policy, optimizer, micro-batch -> the micro-batch, with another `denominator`, say
+    change_micro_batch: Callable | None = None
     further_files: dict[str, str] = field(default_factory=dict)  # digests, for --resume
     find_start: Callable = files.refuse_used_folder  # the run; may set `checkpoint`
     # The state.pt from which the run goes on, with its `folder`.
@@ -382,7 +382,7 @@ def train_step(sides: Sides, step: int) -> Step:
     # 2. Score.
     with clock("reward"):
         for prepare_scores in run.before_scores:
-            prepare_scores(problems, rollouts)
+            verify.batch.check_returned(prepare_scores(problems, rollouts))
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
     verify.batch.check_extra(rollouts)
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
@@ -419,7 +419,7 @@ def train_step(sides: Sides, step: int) -> Step:
         for rollout in rollouts])
     with clock("update"):
         metrics |= update(policy, sides.optimizer, batch, minibatches, config, metrics["lr"],
-                          run.token_filter, run.denominator)
+                          run.token_filter, run.change_micro_batch)
 
     # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards
     # them. The engine gives no rollouts before both checks have passed.
@@ -465,7 +465,7 @@ def with_loss_terms(
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
     config: Config, lr: float, token_filter: Callable | None = None,
-    denominator: Callable | None = None,
+    change_micro_batch: Callable | None = None,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
@@ -488,8 +488,10 @@ def update(
                 continue
             for rows in micro_batches:
                 micro = batch.select(rows)
-                if denominator:
-                    micro = replace(micro, denominator=denominator(policy, optimizer, micro))
+                if change_micro_batch:
+                    with torch.no_grad():
+                        micro = change_micro_batch(policy, optimizer, micro)
+                    assert micro.denominator.shape == micro.mask.shape, f"{micro.denominator=}"
                 learns = bool(has_gradient[rows].any())
                 with torch.set_grad_enabled(learns):
                     logprobs = policy.logprobs(micro)  # (b, T)

@@ -136,7 +136,7 @@ def python(*words, folder=ROOT, status=0, **environment) -> subprocess.Completed
 
 def copied(folder, *without) -> Path:
     """All that a run needs, in a folder of its own, except for files and folders of these names."""
-    left_out = ".*", "docs", "tests", "runs", "exercises", "lab", *without
+    left_out = ".*", "docs", "tests", "runs", "exercises", *without
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     (ROOT / ".cache").mkdir(exist_ok=True)
     (folder / ".cache").symlink_to(ROOT / ".cache")

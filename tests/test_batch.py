@@ -81,8 +81,10 @@ FAULTS = {
                    "must leave no gradient"),
     "a source": (lambda trainer: setattr(trainer.source, "answer", lambda *given, **how: {}["mine"]), ValueError,
                  "sampling by Source failed: KeyError: 'mine'"),
+    "before_scores": (lambda trainer: trainer.run.before_scores.append(lambda problems, rollouts: [1.0]), TypeError,
+                      "and return nothing"),
     "extra": (lambda trainer: trainer.run.before_scores.append(
-        lambda problems, rollouts: rollouts[-1].extra.append(1.0)), ValueError, "extra must have one number a token"),
+        lambda problems, rollouts: setattr(rollouts[1], "extra", [1.0])), ValueError, "one number a token"),
     "advantages": (lambda trainer: setattr(trainer.run, "advantages", lambda scores, size, batch: scores), ValueError,
                    "the advantage function failed: .*finite floating numbers"),
     "surrogate": (objective(lambda *given: grpo(*given)._replace(loss=torch.ones(()))), ValueError,

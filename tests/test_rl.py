@@ -105,7 +105,7 @@ def batch_of_four(advantages: torch.Tensor, masked: str = "") -> Batch:
                    ref_logprobs=(OLD - 0.1).where(batch.mask > 0, 200.0))  # fmt: skip
 
 
-def updated(table: torch.nn.Parameter, batch: Batch, config: Config, case: str = "") -> dict:
+def updated(table: torch.nn.Parameter, batch: Batch, config: Config, case: str = "", change=None) -> dict:
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
     minibatches = batch.minibatches(batch.advantages.any(dim=1), 1 + ("halves" in case), 1 if "alone" in case else 99,
                                     longest_first)
@@ -113,7 +113,7 @@ def updated(table: torch.nn.Parameter, batch: Batch, config: Config, case: str =
     reject = (lambda batch: (REJECTED & (batch.mask > 0), batch.mask * ~(REJECTED & ("kept" in case)))
               ) if "reject" in case else None  # fmt: skip
     optimizer = Optimizer(torch.nn.ParameterList([table]), grad_clip=1e9)
-    return update(policy, optimizer, batch, minibatches, config, 1e-3, reject)
+    return update(policy, optimizer, batch, minibatches, config, 1e-3, reject, change)
 
 
 FIGURES = "clip_rate", "ratio_mean", "kl_old_new", "kl_ref"
@@ -204,6 +204,29 @@ def test_loss_and_gradient_of_an_update_are_those_of_float64(objective, tis):
         check_update(config_of(**weighted, **divergence), case, "1" if "masked" in case else "")
     check_update(config_of(**usual, two_policy=True))
     check_update(config_of(**usual, kl_coef=0.1), masked="0123")
+
+
+def test_a_changed_micro_batch_has_the_loss_of_ppo_ewma():
+    """pi_prox / pi_old min(r A, clip(r) A), r = pi / pi_prox: pi_prox as the old policy, and weighted advantages.
+
+    It has no gradient, although it is computed from the parameters.
+    """
+    def around(policy, optimizer, micro):
+        proximal = 0.9 * policy.logprobs(micro)
+        weight = ((proximal - micro.denominator) * micro.mask).exp()
+        return replace(micro, denominator=proximal, correction=weight)
+
+    batch, proximal = batch_of_four(torch.tensor([[1.3], [-0.7], [0.4], [-1.1]])), 0.9 * (OLD + MOVED)
+    old = replace(batch, old_logprobs=proximal, advantages=batch.advantages * (proximal - OLD).exp())
+    losses, gradients = [], []
+    for given, change in (batch, around), (old, None):
+        table = torch.nn.Parameter(OLD + MOVED)
+        table.register_hook(gradients.append)
+        losses.append(updated(table, given, config_of(), "halves", change)["loss"])
+    assert losses[0] == pytest.approx(losses[1]) and len(gradients) == 4
+    torch.testing.assert_close(gradients[:2], gradients[2:])
+    with pytest.raises(AssertionError, match=r"micro\.denominator="):
+        updated(table, batch, config_of(), change=lambda *given: replace(given[2], denominator=OLD[:1, :1]))
 
 
 def test_a_step_that_fp16_has_lost_is_no_update():

@@ -27,6 +27,13 @@ def check_rollouts(
                              f" `versions` at most {version}), got {shown(str(rollout))}")
 
 
+def check_returned(value: object) -> None:
+    """Raises: TypeError if a function of `before_scores` returns what nothing would read."""
+    if value is not None:
+        raise TypeError("a function of before_scores must set rewards, scores or extra of the"
+                        f" rollouts and return nothing, got {shown(str(value))}")
+
+
 def check_extra(rollouts: list) -> None:
     """Raises: ValueError unless `extra` has a number for each token in all rollouts, or in none."""
     for row, rollout in enumerate(rollouts):

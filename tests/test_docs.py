@@ -16,7 +16,7 @@ from train import Config
 README = ROOT / "README.md"
 FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md"),
                *ROOT.glob("exercises/*.md")]
-PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
+PAGES = [*ROOT.glob("*.md"), *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options}
 PROBE = {"layers": probe.Layers}

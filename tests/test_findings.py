@@ -13,7 +13,8 @@ from lab.study import RECORDS, by_seed, paired
 CLAIMS = read_json(RECORDS / "claims.json")
 # Numbers that are no figures: names, sizes, links, predictions in brackets, and what an example of the log repeats.
 NAMES = r"""(?x)\b([vV][01]('s)?|0\.(8\.5|18\.1)|0\.[16]\ million|0\.5(\ billion|B)|bf16|b?float\d\d|fp32(_head)?
-    |SmolLM2(-135M)?|Qwen2\.5|H\d00|gpu-h100|(TRL|verl|vLLM)\ [\d.]+\d|Python\ \d\S+\d|seeds?\ (\d|10\ to\ 19)
+    |SmolLM2(-135M)?|Qwen2\.5|H\d00|gpu-h100|(TRL|verl|vLLM|unsloth|prime-rl|OpenRLHF|async)\ [\da-f.]+[\da-f]
+    |Python\ \d\S+\d|November\ 2026|24\ GiB|3B|\w+_HEAD=1|temperature\ (is\ not\ )?(1|0\.7)|seeds?\ (\d|10\ to\ 19)
     |\d+[ -]bits?|\d+,\d+\ tokens|20\ steps|2e-5|top-p\ 0\.9|step\ \d+/60|agree\ 1\.000)\b
     |mismatch\ 1\.6e-08|backend\ 0\.0%|"[\d+=]+"|\]\(\S+\)|\[(below\ )?[\d.]+\]|95%"""
 
@@ -70,7 +71,7 @@ def test_each_claim_is_what_its_record_says(page):
 
 @parametrize(("page", "form"), [
     ("README.md", r"^.*?## Where to read"), ("docs/findings.md", r"\| finding .*?## Records"),
-    ("docs/run.md", r"\*\*Measured with.*?\*\*What a GPU")])
+    ("docs/run.md", r"\*\*Measured with.*?\*\*A GPU has")])
 def test_each_number_has_a_record(page, form):
     findings, = re.findall(form, " ".join(parted(page)[::2]))
     assert re.findall(r"\S*\d\S*", re.sub(NAMES, "", findings)) == []

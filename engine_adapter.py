@@ -234,7 +234,7 @@ class Engine:
         self.cache_salt, self.collect = cache_salt, collect
         self.max_num_seqs = max_num_seqs
         self.state, self.weight_version = "awake", 0
-        self.settings: dict[str, Any] = {}  # what is in force: the audit's record
+        self.settings = {}  # what is in force: the audit's record
         self._memory_released = False  # by vLLM's sleep
         self._request_ids = map(str, itertools.count())
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
@@ -442,7 +442,9 @@ class Engine:
         unexpected (the engine is unchanged then), or if vLLM refuses one (it is broken then).
         """
         self._require("load", "awake", "ready")
-        self._check_names(weights)
+        if others := weights.keys() ^ self.tensor_names:
+            raise WeightLoadError("weights must be those that the engine was started for, missing"
+                                  f" or unknown are {', '.join(sorted(others))}")
         self.state = "broken"  # until all tensors are there
         self._transfer(weights)
         if self._memory_released:  # the cache's memory, after the weights': the load has freed some
@@ -451,11 +453,6 @@ class Engine:
             self._memory_released = False
         self.weight_version += is_new_version
         self.state, self._to_pass = "unproven", {*CHECKS}
-
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        if others := weights.keys() ^ self.tensor_names:
-            raise WeightLoadError("weights must be those that the engine was started for, missing"
-                                  f" or unknown are {', '.join(sorted(others))}")
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the tensors into vLLM's model."""

@@ -85,7 +85,7 @@ class Batch:
 
         At most `micro_batch_tokens` positions, padding included, or one row that is longer.
         """
-        micro_batches: list[list[int]] = []
+        micro_batches = []
         longest = 0
         for row, length in zip(rows.tolist(), self.input_lengths[rows].tolist(), strict=True):
             longest = max(longest, length)
@@ -588,7 +588,7 @@ def in_micro_batches(
     values_of: Callable[[Batch], dict[str, Tensor]], batch: Batch, minibatches: Minibatches
 ) -> dict[str, Tensor]:
     """A function of each micro-batch, such as `policy.token_metrics`, for the batch: (B, T)."""
-    collected: dict[str, Tensor] = {}
+    collected = {}
     for rows in chain(*minibatches):
         for name, values in values_of(batch.select(rows)).items():
             whole = collected.setdefault(name, torch.zeros_like(batch.mask))

@@ -213,7 +213,6 @@ class InflightEngine(Engine):
         Unfinished rollouts go on with weights that have not changed.
         """
         self._require("load", "awake", "ready")  # a load that is refused interrupts nothing
-        self._check_names(weights)
         self._aborted = self._interrupt() if is_new_version else []
         super().load(weights, is_new_version)
 

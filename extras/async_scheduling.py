@@ -1,0 +1,25 @@
+"""`--async-scheduling`: vLLM schedules a step ahead, as V1 does by default.
+
+Without requests in flight every token is out before a load, so none is labelled with other weights.
+"""
+
+from typing import Any
+
+from extras import Extra
+
+
+class Options(Extra):
+    """Scheduling ahead."""
+
+    # A GPU then does not wait for the scheduler's Python. The tokens are other samples.
+    async_scheduling: bool = False
+
+    def check(self, config: Any) -> None:
+        if self.async_scheduling and config.given & {"inflight_groups", "engine", "resume"}:
+            raise ValueError("async_scheduling must be off with inflight_groups (a load would meet"
+                             " tokens that vLLM has not returned), resume (no checkpoint has a step"
+                             " that is scheduled ahead) and engine transformers")
+
+    def install(self, run: Any) -> None:
+        if self.async_scheduling:
+            run.further["async_scheduling"] = True

@@ -84,12 +84,12 @@ class Rollout:
     # Whether each token has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)
     extra: list[float] = field(default_factory=list)  # a number a token, for `Batch.extra`
-    # The task's; None until it is scored. NaN: left out, without a loss and without a place in its
-    # group's baseline.
-    reward: float | None = None
+    reward: float | None = None  # the task's; None until it is scored, NaN if there is none
     terms: dict[str, float] = field(default_factory=dict)  # a reward can be the sum of terms
     reward_error: str | None = None  # what has failed, if the response is left out for it
-    score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
+    # What the policy is trained on: the reward, unless it is shaped. NaN: left out, without a loss
+    # and without a place in its group's baseline.
+    score: float | None = None
     # The version of the prompt's first part, if a load came while the prompt was computed.
     prompt_version: int | None = None
 
@@ -167,7 +167,8 @@ class Setting(NamedTuple):
     moves_canary: bool = False
 
 
-# inflight_keep has no row: it is no setting, but what a load does.
+# inflight_keep has no row: it is what a load of extras/inflight.py does. In spite of the fix
+# extras/prefix_cache.py asks for a cache, which is keyed by the weight version.
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs"),
     Setting("uncached_runtime", "enable_prefix_caching", False, True),

@@ -105,7 +105,7 @@ def train(config: Config):
     config.check(longest_prompt, len(training))
     model, report = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype,
         use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
-    misfits = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
+    misfits = report["missing_keys"] | report["unexpected_keys"]  # left random, left out
     untied = model.config.tie_word_embeddings and not model.all_tied_weights_keys
     if untied or misfits:
         raise ValueError(f"{config.model}: not of config.json, {untied=}, {misfits}")
@@ -288,8 +288,8 @@ def load(llm: LLM, model) -> None:
     weights = model.state_dict()  # names a tied head too, as vLLM's CPU build needs
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
     llm.wake_up(tags=["kv_cache"])
-    wrong, _, never_sent = differing(llm, weights)
-    assert not wrong + never_sent, f"the engine holds other values in {wrong + never_sent}"
+    differ, _, never_sent = differing(llm, weights)
+    assert not differ + never_sent, f"the engine holds other values in {differ + never_sent}"
 
 
 if __name__ == "__main__":

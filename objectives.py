@@ -28,7 +28,8 @@ MAX_LOG_WEIGHT = 20.0  # exp(20) is 5e8: beyond it a sequence weight says only "
 def centre(scores: Tensor, group_size: int) -> Tensor:
     """R - mean_group, exactly 0 for equal scores: (B,), B = P * group_size -> (P, group_size).
 
-    Scores less than 1e-12 apart are equal: sums of the same terms in another order can be.
+    Scores within 1e-12 of the group's first are equal: sums of the same terms in another order can
+    differ by so much.
     A score of NaN marks a response that is left out: it does not enter the mean and becomes 0.
     """
     groups = rearrange(scores, "(p g) -> p g", g=group_size)
@@ -46,16 +47,17 @@ def group_advantages(
 ) -> Tensor:
     """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
 
-    It is exactly 0 for equal scores. `batch`, the rl.Batch before the update, is not used: every
-    advantage function gets it, for its log-probabilities, mask, `extra` and rollouts.
+    It is exactly 0 for equal scores; the std has G - 1 in its denominator. `batch`, the rl.Batch
+    before the update, is not used: every advantage function gets it, for its log-probabilities,
+    mask, `extra` and rollouts.
 
     Shapes: scores (B,) in float64, B = P * group_size, group-major -> (B, 1) in float32.
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300; Dr. GRPO, Liu et al. 2025, arXiv 2503.20783.
     """
     centred = centre(scores, group_size)  # (P, G)
     if divide_by_std:
-        others = rearrange(~scores.isnan(), "(p g) -> p g", g=group_size).sum(1, keepdim=True) - 1
-        variance = reduce(centred.square(), "p g -> p 1", "sum") / others.clamp(min=1)
+        degrees = rearrange(~scores.isnan(), "(p g) -> p g", g=group_size).sum(1, keepdim=True) - 1
+        variance = reduce(centred.square(), "p g -> p 1", "sum") / degrees.clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
     return rearrange(centred, "p g -> (p g) 1").float()
 

@@ -7,7 +7,8 @@
     4. Update: `update`, the gradient.
     5. Wake, load, verify: `Engine.load`, then `prove` and `run_canary` of verify.Checks.
 `Config` has the options of the method. All others stand with what they change, in tasks/, verify/
-and the files of extras/; extras/__init__.py says how an option enters a run.
+and the files of extras/, which change a default run too: prompts_once replaces two functions of
+rl.py, and prefix_cache shares prompts in the engine.
 """
 
 import report  # noqa: F401  # isort: skip  # it names packages that are missing
@@ -180,7 +181,7 @@ class Run(extras.OneOwner):
     sampling: Sampling
     advantages: Callable[[Tensor, int, Batch], Tensor]  # the objective's; an extra may wrap it
     # Why the sides differ: fixes that are off, and what an option changes on purpose, "trainer"
-    # (its distribution) or "weights" (the engine's).
+    # (its distribution) or "weights" (the engine's). With any, no step's mismatch is checked.
     not_stated: set[str]
     policy: dict[str, Any]  # arguments of Policy
     # Each row of metrics.jsonl, after its checkpoint: what only reports, and ends no run.
@@ -472,8 +473,8 @@ def update(
     loss = sum over rows and tokens of token_weights (learns * correction * surrogate + kl_loss).
     The losses of micro-batches add up. A minibatch whose rows have no gradient (all are flat,
     masked or rejected, and there is no KL term) takes no step and counts in `skipped_updates`:
-    otherwise AdamW would move the weights by momentum alone. With a KL term it takes a step and
-    counts in `kl_only_updates`.
+    otherwise AdamW would move the weights by momentum alone. (If every token is clipped, it does.)
+    With a KL term such a minibatch takes a step and counts in `kl_only_updates`.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
@@ -492,8 +493,8 @@ def update(
                     with torch.no_grad():
                         micro = change_micro_batch(policy, optimizer, micro)
                     assert micro.denominator.shape == micro.mask.shape, f"{micro.denominator=}"
-                learns = bool(has_gradient[rows].any())
-                with torch.set_grad_enabled(learns):
+                needs_backward = bool(has_gradient[rows].any())
+                with torch.set_grad_enabled(needs_backward):
                     logprobs = policy.logprobs(micro)  # (b, T)
                 token_loss, clipped = objective.surrogate(
                     logprobs, micro.denominator, micro.advantages, micro.learns, config.clip)
@@ -503,7 +504,7 @@ def update(
                         logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
                         config.kl_coef, config.kl_gradient)
                 loss = (token_loss * micro.token_weights).sum()
-                if learns:
+                if needs_backward:
                     optimizer.backward(loss)
                 sums.add(micro, logprobs.detach(), clipped, loss.item())
             norm = optimizer.step(lr)

@@ -22,12 +22,13 @@ from importlib.util import find_spec
 from multiprocessing import Process, get_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub: what asks for one fails at once
 
 import gpu_path  # noqa: F401  # before torch
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -382,6 +383,28 @@ def policy_of(folder, name, tied=False, dtype=torch.float32, device="cpu", **cha
     """The policy of a small model that is saved in the folder."""
     small_model(name, tied, **changes).save_pretrained(folder)
     return policy_in(folder, dtype, device)
+
+
+class Stored(NamedTuple):
+    """What a version of vLLM has sampled."""
+
+    sampling: dict[str, float]
+    rollouts: list[Rollout]
+    dtype: str
+
+
+def stored(file):
+    """The groups of a file in tests/data."""
+    arrays = dict(numpy.load(DATA / f"{file}.npz"))
+    meta, prompts = json.loads(arrays["meta"].item()), arrays["prompt_ids"].tolist()
+    groups = {}
+    for name, sampling in meta["groups"].items():
+        rollouts = []
+        for prompt, row, logprobs in zip(prompts, arrays[f"{name}/tokens"], arrays[f"{name}/logprobs"], strict=True):
+            length = (row >= 0).sum()
+            rollouts.append(Rollout(prompt, None, row[:length].tolist(), logprobs[:length].tolist()))
+        groups[name] = Stored(sampling, rollouts, meta["dtype"])
+    return groups
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers

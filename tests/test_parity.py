@@ -13,16 +13,18 @@ from helpers import (
     TINY,
     close_live_engine,
     parametrize,
+    policy_in,
     python,
     qwen2,
     run_script,
     small_model,
+    stored,
     value_error,
 )
 from transformers import AutoModelForCausalLM
 
-from verify import proof
-from verify.parity import check
+from verify import parity, proof
+from verify.parity import Sampled, check, hypotheses
 from vllm_cases import prepare_environment
 
 pytestmark = pytest.mark.engine
@@ -75,6 +77,21 @@ def stack(folder, dtype="float32", **arguments):
     made = Stack(str(folder), dtype, **arguments)
     yield made
     made.llm.llm_engine.engine_core.shutdown()
+
+
+@parametrize("file, group, expected", [
+    ("v0_0.8.5_fp32", group, "processed") for group in ("t0.7", "t0.7_k20", "t0.7_p0.9", "t0.7_pen")] + [
+    ("v0_0.8.5_bf16", "t0.7", "processed"), ("v1_0.18.1_fp32_default", "t0.7_pen", "raw"),
+    ("v1_0.32.0_bf16_default", "t0.7", "raw"), ("v1_0.18.1_fp32_fixes", "t0.7_k20", "processed")])  # fmt: skip
+@torch.no_grad()
+def test_the_values_of_three_versions_of_vllm_are_recognised(file, group, expected):
+    trace = stored(file)[group]
+    given, dtype = parity.sampling_of(trace.sampling), getattr(torch, trace.dtype)
+    rollouts = trace.rollouts[:16]
+    reported = [value for rollout in rollouts for value in rollout.logprobs]
+    rows = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
+    sampled = Sampled(policy_in(TINY, dtype).model, given, dtype, rows, reported)
+    assert sampled.judged(sampled.reported, hypotheses(given))[:2] == (expected, True)
 
 
 # ------------------------------------------------------------------------------------------------ verdicts

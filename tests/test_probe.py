@@ -1,15 +1,11 @@
 """The probe on traces of three versions of vLLM, and on faults planted in a live engine."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 
-import numpy
 import pytest
 import torch
 from helpers import (
-    DATA,
     SIXTEEN,
     TINY,
     checks_of,
@@ -21,9 +17,10 @@ from helpers import (
     policy_in,
     qwen2,
     started,
+    stored,
 )
 
-from engine_adapter import ParityFlags, Rollout, Sampling
+from engine_adapter import ParityFlags, Sampling
 from extras import live_probe
 from extras.shared.masks import MaskedSampling
 from probe.diagnose import StepProbe, alarms, diagnose
@@ -49,28 +46,6 @@ def reference():
 
 
 # ------------------------------------------------------------------------------------------------ stored traces
-class Stored(NamedTuple):
-    """What a version of vLLM has sampled."""
-
-    sampling: dict[str, float]
-    rollouts: list[Rollout]
-    dtype: str
-
-
-def stored(file):
-    """The groups of a file in tests/data."""
-    arrays = dict(numpy.load(DATA / f"{file}.npz"))
-    meta, prompts = json.loads(arrays["meta"].item()), arrays["prompt_ids"].tolist()
-    groups = {}
-    for name, sampling in meta["groups"].items():
-        rollouts = []
-        for prompt, row, logprobs in zip(prompts, arrays[f"{name}/tokens"], arrays[f"{name}/logprobs"], strict=True):
-            length = (row >= 0).sum()
-            rollouts.append(Rollout(prompt, None, row[:length].tolist(), logprobs[:length].tolist()))
-        groups[name] = Stored(sampling, rollouts, meta["dtype"])
-    return groups
-
-
 VERDICTS = """v0_0.8.5_fp32: parity
 v1_0.18.1_fp32_default: {RAW}
 v1_0.18.1_fp32_fixes: parity

@@ -4,12 +4,14 @@
 import pytest
 import torch
 from helpers import (
+    checks_of,
     close_live_engine,
     flip_a_bit,
     load_into,
     move,
     policy_of,
     started,
+    value_error,
 )
 
 from verify.proof import differing, same_bits, unpacked
@@ -41,6 +43,13 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
             load_into(engine, policy)
         assert len(seen) == len(policy.weights())
         assert {1, 4} <= {*seen}
+
+
+def test_a_load_none_of_whose_names_the_engine_has_is_refused(engine_folder, policy):
+    with started(engine_folder, policy) as engine:
+        checks_of(engine).proofs = 0  # all modules are compared
+        with value_error("the engine has none of the names that were sent"):
+            checks_of(engine).prove({"other": torch.zeros(1)})
 
 
 def test_the_packed_copy_of_a_convolution_is_compared_beside_the_unpacked_one(tmp_path):

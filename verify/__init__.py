@@ -60,8 +60,9 @@ class Checks:
         compared again within `verify_loads` loads. Raises: WeightLoadError that names those that
         differ.
         """
-        every = self.options.verify_loads if self.proofs >= 2 else 1
-        part = slice(self.proofs % every, None, every)  # of vLLM's modules
+        every, part = self.options.verify_loads, slice(None)  # vLLM's modules: all
+        if self.proofs >= 2:
+            part = slice(self.proofs % every, None, every)
         self.proofs += 1
         report = differing(self.engine.llm, weights, part)
         if report.differing:

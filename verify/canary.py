@@ -133,6 +133,7 @@ class Canary:
         if any(setting.moves_canary and setting.flag in engine.parity.off()
                for setting in SETTINGS):
             self.nats = inf
+        self.loads = 0  # that have passed
         self.measured: dict[int, float] = {}  # limits in nats, by a prompt's length
         self.limit = NATS  # the largest of all its limits: of a step's rows
 
@@ -142,14 +143,15 @@ class Canary:
         """
         self._compare(policy)
         beyond = scaled_length(self.engine, longest(self.engine))
-        if beyond and self.engine.weight_version == 1:
+        if beyond and not self.loads:
             self._compare(policy, beyond)
+        self.loads += 1
 
     def _compare(self, policy: Policy, of_length: int = 0) -> None:
         """In 16 bits the first load measures the limit, and a load that exceeds it measures another
         one, because rounding grows with the logits.
         """
-        engine, limit = self.engine, self.nats
+        engine, limit, first = self.engine, self.nats, not self.loads
         average, attempts = average_and_attempts(engine)
         ties = UNMEASURED * (attempts > 1)  # of a mixture, in fp32 too: they widen a step's mean
         if self.nats is None:  # then `measure` has other prompts
@@ -161,11 +163,10 @@ class Canary:
                 break
         if not difference <= limit and self.nats is None:
             another = partial(compared, engine, policy, of_length)
-            difference, limit = measure(engine, both, another, average)
+            difference, limit = measure(engine, both, another, average, first)
             limit = max(NATS, limit)
             self.measured.setdefault(of_length, limit)
         self.limit = max(self.limit, limit, ties)
-        first = engine.weight_version == 1
         if first:
             where = f"canary after {of_length} tokens" if of_length else "canary"
             engine.settings[where] = (

@@ -51,15 +51,14 @@ def precise_body(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
 
 def measure(
     engine: Engine, both: Compared, another: Callable[[int, int], Compared],
-    average: Callable[[Tensor], Tensor],
+    average: Callable[[Tensor], Tensor], first: bool,
 ) -> tuple[float, float]:
     """The average |trainer - engine| and its limit, in nats.
 
     `another` samples and compares further ones, with other prompts and so many new tokens: at the
-    first load, and at each load whose difference exceeds the limit, because figures of few tokens
+    `first` load, and at each load whose difference exceeds the limit, because figures of few tokens
     vary. If the engine's head has 16 bits, its rounding is noise too.
     """
-    first = engine.weight_version == 1
     times_first = TIMES_ON_GPU if engine.on_gpu else TIMES
     times = times_first if first else TIMES_LATER
     head_dtype = getattr(torch, engine.settings["head_dtype"])

@@ -132,7 +132,7 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start(capsys, template,
     problem, stop = options.pop("problem"), options.pop("stop")
     config = config_of(**options)
     task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt)
-    config.extra.notices.install(Run(config, "", task, None, set(), {}, []))
+    config.extra.notices.install(Run(config, "", task, None, None, set(), {}, []))
     printed = capsys.readouterr().out
     assert said in printed and printed.count("notice: ") == bool(said)
 

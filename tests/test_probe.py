@@ -105,7 +105,7 @@ def plant(folder, faults, dtype=torch.float32, tied=False, batch=24, temperature
     generator = torch.Generator().manual_seed(100)
     lengths = torch.randint(1, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
     prompts = [drawn_ids(length, generator) for length in lengths]
-    seeds = [*range(5000, 5000 + batch)]
+    seeds = [*range(5000, 5000 + 7 * batch, 7)]
     sampling = MaskedSampling(temperature, 40, stop_token_ids=(2, 3, 4, 5), **parameters)
     if "no mask" in faults:
         sampling = replace(sampling, top_k=8)

@@ -181,7 +181,8 @@ class Run(extras.OneOwner):
     sampling: Sampling
     advantages: Callable[[Tensor, int, Batch], Tensor]  # the objective's; an extra may wrap it
     # Why the sides differ: fixes that are off, and what an option changes on purpose, "trainer"
-    # (its distribution) or "weights" (the engine's). With any, no step's mismatch is checked.
+    # (its distribution) or "weights" (the engine's). With any, no step's mismatch is checked; the
+    # first comparison leaves out only the side that is changed.
     not_stated: set[str]
     policy: dict[str, Any]  # arguments of Policy
     # Each row of metrics.jsonl, after its checkpoint: what only reports, and ends no run.
@@ -297,7 +298,7 @@ def load_policy(run: Run) -> Policy:
 
 def first_load(run: Run, policy: Policy, engine: Engine) -> Sides:
     """Both sides get the same weights, fresh or from a checkpoint, and the run its files."""
-    config, checks = run.config, run.checks_kind(engine, run.config.checks)
+    config, checks = run.config, run.checks_kind(engine, run.config.checks)  # it audits
     source = run.source(engine, run.task, run.sampling, config.num_prompts, config.group_size,
                         config.seed)
     sides = Sides(run, policy, run.optimizer(policy.model), engine, checks, source)
@@ -328,7 +329,7 @@ def train(sides: Sides) -> None:
     if first_step == 1:
         finish_step(sides, {"step": 0} | evaluate(sides, 0))
     for step in range(first_step, config.steps + 1):
-        with noted(f"in step {step}"):
+        with noted(f"(in step {step})"):
             done = train_step(sides, step)
         row = {**done.metrics}
         for measure in run.step_metrics:
@@ -430,7 +431,7 @@ def train_step(sides: Sides, step: int) -> Step:
         with clock("load"):
             engine.load(weights, is_new_version=metrics["updates"] > 0)
         with clock("proof"):
-            checks.prove(weights)  # the tensors in the engine are these, bit for bit
+            checks.prove(weights)  # all tensors, later a part: the engine has these, bit for bit
         with clock("canary"):
             checks.run_canary(policy)  # a few tokens, which both sides score
     metrics |= clock.metrics()

@@ -15,6 +15,9 @@ class Options(Extra):
     async_scheduling: bool = False
 
     def check(self, config: Any) -> None:
+        if self.async_scheduling and not config.parity.uncached_runtime:
+            raise ValueError("async_scheduling must be off without uncached_runtime (V1's default"
+                             " has it already, and --variants decides)")
         if self.async_scheduling and config.given & {"inflight_groups", "engine", "resume"}:
             raise ValueError("async_scheduling must be off with inflight_groups (a load would meet"
                              " tokens that vLLM has not returned), resume (no checkpoint has a step"

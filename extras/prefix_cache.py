@@ -34,7 +34,7 @@ class Options(Extra):
 
 def share_prompts(run: Any, model: torch.nn.Module) -> None:
     """The weight version enters the key of each block (vLLM's `cache_salt`), and the number of
-    evaluations: a run must find no block of one that a resumed run has not made.
+    steps and evaluations: a run must find no block that a resumed run lacks.
     """
     config = model.config.get_text_config()
     on_gpu = torch.cuda.is_available()
@@ -46,7 +46,8 @@ def share_prompts(run: Any, model: torch.nn.Module) -> None:
     if recurrent or uncached_by_vllm or too_short or not run.engine_kind.copies_weights:
         return
     run.further["enable_prefix_caching"] = True
-    evaluated: list[None] = []
-    run.evaluations.append(lambda answers: evaluated.append(None) or {})
-    run.engine |= {"cache_salt": lambda version: f"{version}, {len(evaluated)}",
+    done: list[Any] = []  # steps and evaluations
+    for functions in run.step_metrics, run.evaluations:
+        functions.append(lambda each: done.append(1) or {})
+    run.engine |= {"cache_salt": lambda version: f"{version}, {len(done)}",
                    "block_size": block_size}

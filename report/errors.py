@@ -97,8 +97,9 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception or a signal's KeyboardInterrupt becomes a sentence and a
     status.
 
-    The traceback is printed, unless the exception is a ValueError, which the checks of this program
-    raise. `out`: the folder of an accepted run, which gets the traceback in any case.
+    The traceback is printed, unless the exception is a ValueError or a FloatingPointError, which
+    the checks of this program raise. `out`: the folder of an accepted run, which gets the traceback
+    in any case.
     """
     print_each_line_at_once()
     try:
@@ -117,7 +118,7 @@ def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
             with suppress(OSError):  # the disk may be full
                 replace_file(path, traceback.format_exc())
                 where = f" (traceback: {path})"
-        if not isinstance(error, ValueError):
+        if not isinstance(error, ValueError | FloatingPointError):
             traceback.print_exc()
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)

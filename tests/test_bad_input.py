@@ -43,6 +43,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --rollout-weights int8 --engine transformers => rollout_weights must be own with engine transformers
 --inflight-groups 33 => must be at most num_prompts * max_staleness = 32
 --resume --parity.no-uncached-runtime => resume must be off without uncached_runtime
+--async-scheduling --parity.no-uncached-runtime => async_scheduling must be off without uncached_runtime
 --async-scheduling --inflight-groups 2 => async_scheduling must be off with inflight_groups
 --prefix-cache off --parity.no-uncached-runtime => prefix_cache must not be off without uncached_runtime
 --parity.no-sampling-mask => top_p and min_p (no mask)

@@ -44,7 +44,7 @@ def test_prompts_share_a_versioned_cache_wherever_it_is_right():
     def asked(name="Qwen2", longest=33, kind=Engine, **options):
         config, task = config_of(**options), SimpleNamespace(prompts=[[0], [0] * longest])
         run = SimpleNamespace(config=config, task=task, with_model=[], further={}, engine={}, engine_kind=kind,
-                              evaluations=[])
+                              evaluations=[], step_metrics=[])
         config.extra.prefix_cache.install(run)
         for change in run.with_model:
             change(small_model(name))
@@ -52,9 +52,10 @@ def test_prompts_share_a_versioned_cache_wherever_it_is_right():
         if run.engine:
             salt = run.engine["cache_salt"]
             keys = {salt(1), salt(2)}
-            assert [evaluate(None) for evaluate in run.evaluations] == [{}]
-            keys |= {salt(1), salt(2)}
-            assert len(keys) == 4  # no block of a load, or of an evaluation, is found after it
+            for function in *run.evaluations, *run.step_metrics:
+                assert function(None) == {}
+                keys |= {salt(1), salt(2)}
+            assert len(keys) == 6  # no block of a load, of an evaluation or of a step is found after it
         return run.engine.get("block_size", 0)
 
     usual, latent = (None, None) if torch.cuda.is_available() else (32, 0)  # None: vLLM's. 0: there is no cache

@@ -36,11 +36,12 @@ def check_returned(value: object) -> None:
 
 def check_extra(rollouts: list) -> None:
     """Raises: ValueError unless `extra` has a number for each token in all rollouts, or in none."""
-    for row, rollout in enumerate(rollouts):
-        if len(rollout.extra) != bool(rollouts[0].extra) * len(rollout.token_ids):
-            raise ValueError("Rollout.extra must have one number a token in all rollouts of a step,"
-                             f" or in none, got {len(rollout.extra)} of {len(rollout.token_ids)} in"
-                             f" rollout {row}")
+    given = [rollout for rollout in rollouts if type(rollout.extra) is not list or rollout.extra]
+    for row, rollout in enumerate(rollouts if given else []):
+        if type(rollout.extra) is not list or len(rollout.extra) != len(rollout.token_ids):
+            raise ValueError("Rollout.extra must be a list with one number a token in all rollouts"
+                             f" of a step, or in none, got {shown(str(rollout.extra))} for"
+                             f" {len(rollout.token_ids)} tokens in rollout {row}")
 
 
 def check_gradients(masters: list[Tensor]) -> None:

@@ -97,7 +97,8 @@ def in_worker(llm: Any, function: Callable[..., Any], *arguments: Any) -> Any:
             raise
         raise OutOfReach("the engine runs in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0"
                          " before vllm is imported, or LLM(...,"
-                         ' worker_extension_cls="parity.Worker")') from error
+                         ' worker_extension_cls="parity.Worker"), proof.Worker without'
+                         " parity.py") from error
     return answer
 
 

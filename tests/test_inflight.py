@@ -243,7 +243,7 @@ def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_pat
 
 
 def test_scheduling_ahead_without_groups_in_flight_labels_no_token_with_other_weights(good, tmp_path):
-    words = "--async-scheduling --task {root}/task.py --steps 3 --lr 1e-2 --eval-problems 4"
+    words = "--schedule-ahead --task {root}/task.py --steps 3 --lr 1e-2 --eval-problems 4"
     _, *found = rows_of_run(good, tmp_path, words)
     assert read_json(tmp_path / "config.json")["audit"]["async_scheduling"] is True
     assert {row["staleness_max"] for row in found} == {0} and found[0]["updates"] > 0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from extras import Extra
+from extras.shared.kv_cache import has_recurrent_layers
 from vllm_cases import CANARY_PROMPTS
 
 
@@ -29,8 +30,7 @@ def add_graphs(run: Any, model: torch.nn.Module) -> None:
 
     None for recurrent layers: with graphs vLLM refuses more slots than their cache has blocks.
     """
-    kinds = getattr(model.config, "layer_types", None) or ()
-    if model._is_stateful or {"conv", "linear_attention"} & {*kinds}:
+    if has_recurrent_layers(model):
         return
     config = run.config
     groups = config.num_prompts + config.flat().get("inflight_groups", 0)

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from extras import Extra
-
-RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}  # of transformers' layer_types
+from extras.shared.kv_cache import has_recurrent_layers
 
 
 class Options(Extra):
@@ -38,12 +37,12 @@ def share_prompts(run: Any, model: torch.nn.Module) -> None:
     """
     config = model.config.get_text_config()
     on_gpu = torch.cuda.is_available()
-    recurrent = RECURRENT & {*(getattr(config, "layer_types", None) or ())}
     uncached_by_vllm = hasattr(config, "kv_lora_rank") and not on_gpu
     # vLLM's own choice on a GPU is 16 or more; 32 is the smallest of its CPU build.
     block_size = run.config.block_size or (None if on_gpu else 32)
     too_short = max(map(len, run.task.prompts)) <= (block_size or 16)
-    if recurrent or uncached_by_vllm or too_short or not run.engine_kind.copies_weights:
+    of_vllm = run.engine_kind.copies_weights
+    if has_recurrent_layers(model) or uncached_by_vllm or too_short or not of_vllm:
         return
     run.further["enable_prefix_caching"] = True
     done: list[Any] = []  # steps and evaluations

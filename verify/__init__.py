@@ -7,11 +7,13 @@ can also stand alone, beside another trainer.
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from engine_adapter import Engine, Sampling
-from report.errors import MANY, SMALLEST, within
+from report.errors import SMALLEST
+from report.ranges import Count, Range, check_ranges
 from rl import Policy, make_batch
 from tasks import Problem
 from verify import batch, distribution  # noqa: F401
@@ -29,14 +31,12 @@ class Options:
 
     # Loads within which each tensor of the engine is compared with what was sent, bit for bit. The
     # first two loads compare all.
-    verify_loads: int = 16
+    verify_loads: Count = 16
     # Largest mean |trainer - engine| of the canary; if not given, 1e-4; in 16 bits it is measured.
-    canary_nats: float | None = None
+    canary_nats: Annotated[float | None, Range(SMALLEST, 100)] = None
     allow_untested_vllm: bool = False  # Try another version than 0.26 to 0.33.
 
-    def __post_init__(self):
-        within(self, 1, MANY, "verify_loads")
-        within(self, SMALLEST, 100, "canary_nats")
+    __post_init__ = check_ranges
 
 
 class Checks:

@@ -47,8 +47,8 @@ def check_extra(rollouts: list) -> None:
 def check_gradients(masters: list[Tensor]) -> None:
     """Raises: ValueError if there are some before the update, which would add its own to them."""
     if any(master.grad is not None for master in masters):
-        raise ValueError("an observer must leave no gradient (the next update would add it), try"
-                         " torch.no_grad()")
+        raise ValueError("a step's metric must leave no gradient (the next update would add it),"
+                         " try torch.no_grad()")
 
 
 def check_advantages(advantages: Tensor, mask: Tensor) -> None:

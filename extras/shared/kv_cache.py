@@ -1,6 +1,6 @@
-"""Prompts padded on the left, and a body that goes on from a KV cache.
+"""Which models have a KV cache alone; prompts padded on the left; a body that goes on from a cache.
 
-Shared by extras/prompts_once.py and extras/transformers_engine.py.
+Shared by extras/cuda_graphs.py, prefix_cache.py, prompts_once.py and transformers_engine.py.
 """
 
 from collections.abc import Iterable
@@ -9,6 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}  # of transformers' layer_types
+
+
+def has_recurrent_layers(model: torch.nn.Module) -> bool:
+    """Whether a layer keeps a state in place of keys and values, or beside them."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return model._is_stateful or bool(RECURRENT & {*kinds})
 
 
 def left_padded(prompts: Iterable[list[int]]) -> Tensor:

@@ -59,7 +59,7 @@ class Batch:
         def pick(values: Any) -> Any:
             if isinstance(values, Tensor):
                 return values[rows] if values.ndim == 1 else values[rows, :longest]
-            return values and [values[row] for row in rows]
+            return values and [values[row] for row in rows.tolist()]
 
         return Batch(**{name: pick(values) for name, values in vars(self).items()})
 

@@ -49,7 +49,7 @@ def siblings_together(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> li
         """Positions that `prompts_once` computes: each prompt, and each response."""
         total = 0
         for micro in micro_batches:
-            prompts = {tuple(batch.rollouts[row].prompt_ids) for row in micro}
+            prompts = {tuple(batch.rollouts[row].prompt_ids) for row in micro.tolist()}
             starts = batch.prompt_lengths[micro]
             responses = batch.input_lengths[micro] - starts
             total += len(prompts) * int(starts.max()) + len(micro) * int(responses.max())

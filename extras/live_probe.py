@@ -1,77 +1,201 @@
-"""`--probe-every`, `--probe-on-alarm`, `--self-noise-every`: what probe/ measures during a run."""
+"""`--probe-every`, `--probe-on-alarm`: which layer a mismatch comes from, by verify/parity.py.
 
-from dataclasses import replace
+What a step has sampled is explained: the engine gets no request, so a probed run is the run without
+the probe. docs/probe.md has how it decides, and what it cannot find.
+"""
+
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from engine_adapter import Sampling
 from extras import Extra
-from report.errors import MANY, within
-from report.metrics import of_mismatch
-from rl import Batch, Policy, in_micro_batches, longest_first
-from verify.own_noise import precise_body
-from verify.parity import wide_dtype
+from extras.shared.kv_cache import has_recurrent_layers
+from report.errors import MANY
+from report.ranges import Range, check_ranges
+from rl import Batch, Policy
+from verify import parity
+from verify.parity import CANNOT_TELL, HIT, OK, PROCESSED, Line
+
+# Metrics of a step, of its rollouts with current weights, and the values above which train.py
+# probes the step (--probe-on-alarm).
+ALARMS = {
+    "mismatch_kl": 1e-3,  # k3; healthy bfloat16 rollouts stay below it (verl, prime-rl)
+    "ess_loss": 0.02,  # 1 - ess; smoke checks of verl users require an ess of 0.98
+    # Of clean runs in bfloat16 the largest are 0.0016 and 0.0004 (docs/probe.md).
+    "backend_clip_rate": 0.005,
+    "backend_ratio_error": 0.005,
+    "kept_mass_error": 0.01,  # |engine_kept_mass - kept_mass|; clean bfloat16 steps: 0.0005
+    "surprisal_z": 5.0,  # 542 clean steps: at most 2.7
+}
+NARROW_CLIP = 0.1  # bounds below it, such as GSPO's 4e-4, are left by the rounding of 16 bits alone
+MOST_ROWS = 64  # of a step; as many tokens as parity.py has
+# How the engine may have computed what it reports.
+NOW, STALE = "", "prompt KV computed under earlier weights"
+OTHER_TOKENS = Line(
+    "semantics", HIT, "tokens drawn from another distribution than the reported one, compare the"
+    " sampler's temperature, mask and seeds with the request's", {})
 
 
 class Options(Extra):
-    """Which layer a mismatch comes from, and the trainer's own noise, during a run."""
+    """Which layer a mismatch comes from, during a run."""
 
-    probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
+    # Steps between probes of the mismatch, the first included; 0: none.
+    probe_every: Annotated[int, Range(0, MANY)] = 0
     probe_on_alarm: bool = False  # Probe after a step that exceeds one of the probe's ALARMS.
-    self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
 
-    def __post_init__(self):
-        within(self, 0, MANY, "probe_every", "self_noise_every")
-
-    @property
-    def probes(self) -> bool:
-        return self.probe_on_alarm or self.probe_every > 0
+    __post_init__ = check_ranges
 
     def check(self, config: Any) -> None:
-        if self != Options() and not config.steps:
-            raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with"
-                             " steps 0 (they measure after a step)")
-        if self.probes and config.given & {"lora_rank", "adapter", "rollout_weights"}:
+        if self == Options():
+            return
+        if not config.steps:
+            raise ValueError("probe_every and probe_on_alarm must be off with steps 0 (they explain"
+                             " what a step has sampled)")
+        if config.given & {"lora_rank", "rollout_weights"}:
             raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
                              " rollout_weights (they take the model's own tensors); try"
                              " verify/parity.py with the saved policy")
 
     def install(self, run: Any) -> None:
         if self != Options():
-            run.at_begin.append(self._begin)
+            # It copies the first weights.
+            run.at_begin.append(lambda sides, record: run.step_metrics.append(
+                StepProbe(sides, self)))
 
-    def _begin(self, sides: Any, record: dict[str, Any]) -> None:
-        from probe.diagnose import StepProbe
 
-        run = sides.run
-        if self.probes:
-            run.step_metrics.append(StepProbe(sides, self))  # it copies the first weights
-        if self.self_noise_every:
-            run.step_metrics.append(
-                partial(observe_self_noise, sides.policy, run.config, self.self_noise_every))
+def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
+    """The names of the ALARMS that a step exceeds."""
+    if metrics.get("current_ess") is None:
+        return []
+    values = {"mismatch_kl": metrics["current_mismatch_kl"],
+              "ess_loss": 1 - metrics["current_ess"],
+              "backend_ratio_error": abs(1 - metrics["backend_ratio_mean"])}
+    if clip_high >= NARROW_CLIP:
+        values["backend_clip_rate"] = metrics["backend_clip_rate"]
+    # Old weights have masked otherwise too.
+    if "engine_kept_mass" in metrics and not metrics.get("staleness_max"):
+        values["kept_mass_error"] = abs(metrics["engine_kept_mass"] - metrics["kept_mass"])
+    if "groups_in_flight" not in metrics:  # with them short responses end first
+        values["surprisal_z"] = abs(metrics.get("surprisal_z", 0.0))
+    return [name for name, value in values.items() if not value <= ALARMS[name]]
+
+
+class StepProbe:
+    """Observes the steps of train.py.
+
+    The rollouts that the weights before the update have sampled alone are compared with these
+    weights, and with those one update earlier.
+    """
+
+    def __init__(self, sides: Any, options: Options):
+        self.run, self.options = sides.run, options
+        self.policy, self.engine = sides.policy, sides.engine
+        self.weights = self.policy.copied_weights()  # before the update
+        self.before: dict[str, Tensor] = {}  # and before the one before it
+
+    def __call__(self, step: Any) -> dict[str, str]:
+        """The verdict for the step's metrics, {} without a probe.
+
+        A step is probed if it is planned or its metrics exceed ALARMS. Writes the report to
+        probe/step_N.txt in the run's folder and prints a line.
+        """
+        number, every = step.metrics["step"], self.options.probe_every
+        exceeded = alarms(step.metrics, self.run.config.clip[1])
+        why = "planned" if every and (number - 1) % every == 0 else ""
+        if exceeded and self.options.probe_on_alarm:
+            why = f"alarm of {', '.join(exceeded)}"
+        metrics = {}
+        if why:
+            with self.policy.using(self.weights):
+                lines = explain(self.policy, step.current, self.run.sampling,
+                                self.engine.settings, self.before)
+            if exceeded == ["surprisal_z"]:  # a fault of the reported values moves it too
+                lines.append(OTHER_TOKENS)
+            metrics["probe"] = verdict(lines)
+            path = self.run.out / "probe" / f"step_{number:06d}.txt"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("\n".join([f"{why}: {metrics['probe']}", *map(str, lines)]) + "\n")
+            print(f"probe of step {number} ({why}): {metrics['probe']}")
+        if step.metrics["updates"]:
+            self.before, self.weights = self.weights, self.policy.copied_weights()
+        return metrics
+
+
+def verdict(lines: list[Line]) -> str:
+    """The layers that are hit and what was found, in one line."""
+    found = [f"{line.name}: {line.text.partition(',')[0]}" for line in lines if line.verdict == HIT]
+    if CANNOT_TELL in [line.verdict for line in lines]:
+        found.append("unexplained")
+    return "; and ".join(found) or "parity"
 
 
 @torch.no_grad()
-def observe_self_noise(policy: Policy, config: Any, every: int, step: Any) -> dict[str, float]:
-    """Mean difference of the log-probabilities to those in twice the precision, in nats.
+def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, Any],
+            before: dict[str, Tensor]) -> list[Line]:
+    """What the engine reported of the masked rows of a batch, and what the trainer has scored.
 
-    It is measured with the updated weights, once in `every` steps, the first included.
+    `engine`: the audit's record. `before`: the trainer's weights before its last update, or none.
+    The policy has those that the batch was sampled with. Returns the lines of a parity.Report; none
+    if no row was sampled with these weights alone.
     """
-    batch = step.batch
-    # --mask-truncated may leave no token.
-    if (step.metrics["step"] - 1) % every or not batch.mask.any():
-        return {}
-    rows = torch.arange(len(batch.inputs))
-    minibatches = [longest_first(batch, rows, config.micro_batch_tokens)]
+    rows, reported, scored = [], [], []
+    for row in batch.mask.any(dim=1).nonzero()[:MOST_ROWS, 0].tolist():
+        rollout = batch.rollouts[row]
+        # Up to the first word of an environment, which the engine did not sample.
+        end = [*rollout.trained, False].index(False) if rollout.trained else len(rollout.token_ids)
+        start = len(rollout.prompt_ids) - 1
+        rows.append((rollout.prompt_ids, rollout.token_ids[:end]))
+        reported += rollout.logprobs[:end]
+        scored += batch.old_logprobs[row, start : start + end].tolist()
+    if not rows:
+        return []
+    stated = parity.sampling_of(
+        {name: getattr(sampling, name, off) for name, off in parity.NEUTRAL.items()})
+    sampled = partial(parity.Sampled, policy.model, stated, policy.model.dtype, rows, reported)
+    passes, block = {NOW: sampled()}, engine.get("block_size")  # transformers has no blocks
+    if before and block and not has_recurrent_layers(policy.model):
+        passes[STALE] = sampled(before, block)
+    sides = {"in the engine": engine["head_dtype"], "in the trainer": str(policy.head.dtype)}
+    narrow = [side for side, dtype in sides.items() if not dtype.endswith("32")]
+    noise = passes[NOW].noise[parity.IN_16_BITS if "in the engine" in narrow else parity.FLOAT32]
+    errors = {(how, name): parity.size_of(each.reported - each.values[name])  # (N,)
+              for how, each in passes.items() for name in parity.hypotheses(stated)}
 
-    def logprobs(policy: Policy, batch: Batch) -> Tensor:
-        of_tokens = partial(policy.token_metrics, metrics=())
-        return in_micro_batches(of_tokens, batch, minibatches)["logprobs"]
+    def left(how: str) -> float:
+        """The error that remains, in multiples of the noise. Some prompts may be `how`, others not.
 
-    wide = wide_dtype(policy.model)
-    precise = policy.with_(body=precise_body, head=replace(policy.head, dtype=wide))
-    exact = logprobs(precise, replace(batch, mask=batch.mask.to(wide)))
-    difference = of_mismatch(logprobs(policy, batch), exact, batch.mask)["mismatch_abs_mean"]
-    return {"self_noise_abs_mean": difference}
+        At least: of a nearly certain policy a few tokens have nearly all of both.
+        """
+        error = torch.fmin(errors[how, reports], errors[NOW, reports])
+        error = error[~error.isnan()]
+        least = error.mean() - parity.SIGMAS * error.std(correction=0) / len(error) ** 0.5
+        return least.item() / max(noise, parity.FLOOR / parity.NOISE)
+
+    how, reports = min(errors, key=lambda each: errors[each].nanmean())
+    by_processed, error = errors[how, PROCESSED], errors[how, reports]
+    if not parity.beyond_chance(by_processed - error):
+        reports = PROCESSED
+    is_nearer = parity.beyond_chance(errors[NOW, reports] - errors[how, reports])
+    if not (is_nearer and left(how) < parity.NOISE):
+        how = NOW
+    times = left(how)
+
+    distribution = OK if reports == PROCESSED else HIT
+    if times > parity.WRONG and by_processed.nanmean() < 2 * error.nanmean():
+        distribution = CANNOT_TELL  # far from each
+    lines = [Line("semantics", distribution, f"{reports} log-probabilities", {})]
+    if how:
+        lines.append(Line("cache", HIT, how, {}))
+    if narrow and passes[NOW].by_head > parity.HEAD:
+        where = "on both sides" if narrow[1:] else narrow[0]
+        lines.append(Line("head", HIT, f"16 bits {where}, {passes[NOW].by_head:.1f} times the"
+                          " rounding of a float32 head", {}))
+    names = {*parity.hypotheses(stated), *parity.SHIFTS}
+    scores, is_sure, by_trainer = passes[NOW].judged(torch.tensor(scored).double(), names)
+    if is_sure and scores != PROCESSED:
+        lines.append(Line("trainer", HIT, f"scores what is {scores}", by_trainer))
+    rest = OK if times < parity.NOISE else CANNOT_TELL
+    return [*lines, Line("numerics", rest, f"at least {times:.1f} times the model's own noise", {})]

@@ -20,9 +20,9 @@ def last_five(values: list[float]) -> float:
 
 
 def causes(verdicts: list[str]) -> str:
-    """The causes that the probe has named at any step. Without one, its last verdict."""
-    named = dict.fromkeys(verdict for verdict in verdicts if ":" in verdict)
-    return "; ".join(named) or verdicts[-1]
+    """What the probe has named at any step. Without that, its last verdict."""
+    found = [cause for verdict in verdicts for cause in verdict.split("; and ") if ":" in cause]
+    return "; ".join(dict.fromkeys(found)) or verdicts[-1]
 
 
 class Metric(NamedTuple):
@@ -56,7 +56,6 @@ METRICS = {
     "mismatch_current": Metric("mean mismatch, current weights", ".1e",
                                "current_mismatch_abs_mean"),
     "mismatch_max": Metric("largest mismatch", ".1e", "mismatch_max", max),
-    "self_noise": Metric("trainer's own noise", ".1e", "self_noise_abs_mean"),
     "backend_clip": Metric("the backend's clip rate", ".2%", "backend_clip_rate"),
     "backend_ratio": Metric("the backend's mean ratio", ".4f", "backend_ratio_mean"),
     "kept_mass": Metric("kept mass", ".4f", "kept_mass"),

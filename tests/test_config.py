@@ -61,7 +61,7 @@ RANGES = """[0, 999999] steps
 [0, 4294967295] seed
 [2, 65536] group_size
 [1, 65536] eval_samples
-[0, 2147483647] top_k lr_warmup_steps lora_rank inflight_groups max_staleness self_noise_every probe_every
+[0, 2147483647] top_k lr_warmup_steps lora_rank inflight_groups max_staleness probe_every
 [1, 2147483647] checkpoint_every num_prompts max_new_tokens num_minibatches micro_batch_tokens max_num_seqs max_kept
 [1, 2147483647] verify_loads max_prompt_tokens eval_every eval_problems
 [16, 2147483647] block_size

@@ -6,20 +6,19 @@ import shlex
 import tyro
 from helpers import ROOT, parametrize, read_json
 
-import probe.__main__ as probe
 from engine_adapter import Rollout
 from lab import study
 from tasks import Problem
 from tasks.task_file import TaskFile
 from train import Config
+from verify import layers
 
 README = ROOT / "README.md"
 FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md"),
                *ROOT.glob("exercises/*.md")]
 PAGES = [*ROOT.glob("*.md"), *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
-PROGRAMS = {"train": Config, "lab.study": study.Options}
-PROBE = {"layers": probe.Layers}
+PROGRAMS = {"train": Config, "lab.study": study.Options, "verify.layers": layers.Options}
 OF_OTHERS = "logprobs-mode", "enable-prefix-caching", "algo.", "vllm.", "ds.", "deps"  # vLLM, OpenRLHF, pip
 each_page = parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -87,8 +86,6 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
         name = name.removesuffix(".py")
         if name == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M), command
-        elif name == "probe":
-            tyro.extras.subcommand_cli_from_dict(PROBE, args=words)
         elif name in PROGRAMS and "--help" not in words:
             options = tyro.cli(PROGRAMS[name], args=words)
             assert name != "lab.study" or options.print is None or (study.RECORDS / f"{options.study}.json").exists()
@@ -109,7 +106,7 @@ def test_each_file_and_module_of_ours_exists_or_is_in_the_commit_that_is_named_w
 
 def test_each_option_exists():
     """In a command or in the text: in the help of a program of ours, or in the source of one that needs vLLM."""
-    helps = [tyro.extras.get_parser(kind).format_help() for kind in (*PROGRAMS.values(), *PROBE.values())]
+    helps = [tyro.extras.get_parser(kind).format_help() for kind in PROGRAMS.values()]
     files = ROOT / "grpo.py", ROOT / "verify" / "parity.py", *ROOT.glob("examples/*.py"), *ROOT.glob("examples/forks/*")
     sources = [file.read_text().replace("_", "-") for file in files]
     flags = re.findall(r"--(?:no-)?([a-z][\w.-]*\w)", " ".join(map(read, PAGES)))

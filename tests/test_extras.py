@@ -27,12 +27,12 @@ for name in sys.argv[1:]:
     path = "extras/" + name + ".py"
     os.rename(path, "away")
     if os.fork() == 0:
-        import exercises.functions, lab.study, probe.__main__, train
+        import exercises.functions, lab.study, train, verify.layers
         train.draw_at_evaluation = lambda *_: None  # a picture takes longer than the step
         tyro.extras.get_parser(train.Config).format_help()
         print(*train.Config().flat(), flush=True)
         sys.stdout = sys.stderr
-        for main, words in (probe.__main__.main, ["--help"]), (lab.study.main, ["own", "--help"]):
+        for main, words in (verify.layers.main, ["--help"]), (lab.study.main, ["own", "--help"]):
             sys.argv = ["program", *words]
             with contextlib.suppress(SystemExit):
                 main(words)
@@ -58,7 +58,7 @@ def test_without_the_file_of_an_extra_the_programs_have_none_of_its_options_and_
 def test_the_core_runs_alone_and_computes_what_it_computes_with_all_extras(tmp_path):
     """Three steps of the default job, row by row: only an extra computes a prompt once for its group."""
     of_extras = {path.name for path in ROOT.glob("extras/*.py")} - {"__init__.py"}
-    alone = copied(tmp_path / "copy", "examples", "probe", "shared", "grpo.py", *of_extras)
+    alone = copied(tmp_path / "copy", "examples", "shared", "grpo.py", *of_extras)
     for folder, more in (alone, ""), (copied(tmp_path / "whole"), "--no-prompts-once"):
         job = f"train.py --steps 3 --num-prompts 16 --eval-problems 8 --out run {more}"
         python(*job.split(), folder=folder)

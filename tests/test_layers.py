@@ -1,4 +1,4 @@
-"""`probe layers`: faults in one layer of the live vLLM."""
+"""`verify.layers`: faults in one layer of the live vLLM."""
 
 import math
 import re
@@ -21,8 +21,7 @@ from helpers import (
     value_error,
 )
 
-from probe.__main__ import main
-from probe.layers import _row, compare_layers, report
+from verify.layers import _row, compare_layers, main, report
 
 draw = torch.Generator().manual_seed(0)
 REQUESTS = [drawn_ids(length, draw) for length in (50, 70, 90)], 40
@@ -95,7 +94,7 @@ def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(tmp_
     """A difference that nobody planted: vLLM's class does not read `use_parallel_residual`."""
     close_live_engine()
     small_model("StableLm", use_parallel_residual=True).save_pretrained(tmp_path)
-    assert exit_status(main, f"layers --model {tmp_path} --max-new-tokens 20".split()) == 1
+    assert exit_status(main, f"--model {tmp_path} --max-new-tokens 20".split()) == 1
     *rows, last = capsys.readouterr().out.splitlines()
     assert next(row for row in rows if row.endswith("*")).startswith("layer 0, input of MLP ")
     assert re.search("float32: layer 0, input of MLP: .*, noise floor ", last)
@@ -108,9 +107,8 @@ def test_recurrent_layers_are_refused_in_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("diagnose trace.npz", "Available subcommands: layers"),  # which was
-    ("layers --model {root}/none", "error: loading the model in {root}/none failed"),
-    ("layers --model {root} --prompt-tokens 0", "prompt_tokens must be in [1,"),
+    ("--model {root}/none", "error: loading the model in {root}/none failed"),
+    ("--model {root} --prompt-tokens 0", "prompt_tokens must be in [1,"),
 ])  # fmt: skip
 def test_bad_input_is_refused_by_name_before_vllm_starts(tmp_path, capsys, words, said):
     assert said.format(root=tmp_path) in refusal(words.format(root=tmp_path).split(), capsys, main)

@@ -10,18 +10,15 @@ from helpers import ROOT, python
 MAY_IMPORT = {
     "grpo": "verify", "objectives": "", "report": "objectives", "model_folder": "report", "vllm_cases": "",
     "tasks": "model_folder report", "engine_adapter": "model_folder report tasks vllm_cases",
-    "rl": "engine_adapter model_folder objectives", "verify": "engine_adapter report rl tasks vllm_cases",
+    "rl": "engine_adapter model_folder objectives", "verify": "engine_adapter model_folder report rl tasks vllm_cases",
     "train": "engine_adapter extras model_folder objectives report rl tasks verify vllm_cases",
     "extras": "engine_adapter model_folder objectives report rl tasks verify vllm_cases",
     "examples": "engine_adapter extras model_folder objectives report rl tasks verify",
-    "probe": "engine_adapter extras model_folder report rl verify",
-    "lab": "engine_adapter exercises extras model_folder objectives probe report rl tasks train verify vllm_cases",
+    "lab": "engine_adapter exercises extras model_folder objectives report rl tasks train verify vllm_cases",
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip
-# In addition, in a function.
-LATER = {"extras": "probe"}
 VLLM = {"grpo", "engine_adapter", "verify", "vllm_cases", "extras", "examples", "lab"}  # in functions
-ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"
+ROOMS = "tasks", "verify", "report", "extras", "lab", "examples", "exercises"
 FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
 
 
@@ -38,7 +35,7 @@ def test_a_file_imports_what_its_layer_may(path):
     at_the_top, everywhere = imported(tree.body), imported(list(ast.walk(tree)))
     allowed = {room, *MAY_IMPORT[room].split()}
     assert at_the_top & MAY_IMPORT.keys() <= allowed
-    assert everywhere & MAY_IMPORT.keys() <= allowed | set(LATER.get(room, "").split())
+    assert everywhere & MAY_IMPORT.keys() <= allowed
     assert "vllm" not in at_the_top or room == "grpo"
     assert "vllm" not in everywhere or room in VLLM
 

@@ -7,8 +7,8 @@ from helpers import ROUNDING, parametrize, rows_of_run, started
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine_adapter import reseed
+from extras.live_probe import alarms
 from extras.shared.masks import MaskedSampling
-from probe.diagnose import alarms
 
 pytestmark = pytest.mark.engine  # conftest.py leaves this file out on V1
 
@@ -65,8 +65,8 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
     _, row = rows_of_run(good, tmp_path / "wrong", words)
     assert row["mismatch_abs_mean"] < ROUNDING
     assert alarms(row, 0.2) == ["surprisal_z"]
-    assert "probe after step 1 (alarm of surprisal_z)" in capsys.readouterr().out
+    assert "probe of step 1 (alarm of surprisal_z)" in capsys.readouterr().out
     report = (tmp_path / "wrong" / "probe" / "step_000001.txt").read_text()
-    assert "=> semantics: tokens drawn from another distribution than the reported one" in report
+    assert "semantics  hit          tokens drawn from another distribution than the reported one" in report
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -65,7 +65,7 @@ REPAIRS = {  # by line: what to paste, and for which objectives a hit matters
                   "a loss with the engine's values: two policies (a ratio to them), corrections"),
     "head": ('LLM(..., hf_overrides={"head_dtype": "float32"})  # since 0.26; in the trainer:'
              " states.float() @ head.weight.float().T", f"{ALL}; the least of the faults"),
-    "numerics": ("python -m probe layers  # names the layer (docs/probe.md)", ALL),
+    "numerics": ("python -m verify.layers  # names the layer (docs/probe.md)", ALL),
     "weights": ('LLM(..., dtype="float32")  # or give both sides the rounded ones', ALL),
     "cache": ("LLM(..., enable_prefix_caching=False)  # or reset_prefix_cache() after each load",
               ALL),
@@ -165,8 +165,17 @@ def twice_as_precise(model: Any) -> Iterator[None]:
             model.set_experts_implementation(usual)
 
 
-def logits_of(model: Any, ids: Tensor, weights: dict[str, Tensor], head: str) -> Tensor:
-    """(L,) -> (L, V), by other weights; a FLOAT32 head with what follows it."""
+def logits_of(model: Any, ids: Tensor, weights: dict[str, Tensor], head: str,
+              old: dict[str, Tensor] | None = None, cached: int = 0) -> Tensor:
+    """(L,) -> (L, V), by other weights; a FLOAT32 head with what follows it.
+
+    Keys and values of the first `cached` tokens are those of `old` weights; their logits are 0.
+    """
+    call = partial(torch.func.functional_call, model)
+    inputs = {"input_ids": ids[None, cached:], "use_cache": cached > 0}
+    if cached:
+        first = call(old, (), inputs | {"input_ids": ids[None, :cached]})
+        inputs["past_key_values"] = first.past_key_values
     with ExitStack() as stack:
         def widen(*_: Any) -> None:
             stack.enter_context(Widened(torch.float32))
@@ -176,8 +185,7 @@ def logits_of(model: Any, ids: Tensor, weights: dict[str, Tensor], head: str) ->
                 stack.callback(setattr, module, "forward", own)
         if head == FLOAT32:
             stack.enter_context(model.get_output_embeddings().register_forward_pre_hook(widen))
-        inputs = {"input_ids": ids[None], "use_cache": False}
-        return torch.func.functional_call(model, weights, (), inputs).logits[0]
+        return pad(call(weights, (), inputs).logits[0], (0, 0, cached, 0))
 
 
 def size_of(error: Tensor, edge: float = EDGE) -> Tensor:
@@ -201,26 +209,29 @@ class Sampled:
 
     `values`: (N,) by hypothesis, in twice the model's precision, from weights that are rounded to
     the engine's `dtype`; `by_rounding`: how far those of the weights as they are differ. `noise`:
-    by head, how far the values in that dtype differ.
+    by head, how far the values in that dtype differ. With `old` weights keys and values of each
+    prompt's full blocks, of `block` tokens, are theirs.
     """
 
     def __init__(self, model: Any, sampling: dict[str, float], dtype: torch.dtype,
-                 rows: Sequence[Row], reported: Sequence[float]):
+                 rows: Sequence[Row], reported: Sequence[float],
+                 old: dict[str, Tensor] | None = None, block: int = 0):
         self.rows, self.reported = rows, torch.as_tensor(reported, dtype=torch.float64)
         rounded = {name: tensor.to(dtype) for name, tensor in model.named_parameters()
                    if tensor.is_floating_point() and tensor.dtype != dtype}
         values = defaultdict(list)
         for row in rows:
             prompt, response = (torch.tensor(ids, device=model.device) for ids in row)
-            ids = torch.cat([prompt, response])
+            cached = (len(prompt) - 1) // block * block if old else 0  # a full hit leaves one token
+            compute = partial(logits_of, model, torch.cat([prompt, response]), old=old,
+                              cached=cached)
             with twice_as_precise(model):
-                exact = logits_of(model, ids, rounded, "")
-                own = logits_of(model, ids, {}, "") if rounded else exact
+                exact = compute(rounded, "")
+                own = compute({}, "") if rounded else exact
             readings = {name: (exact, 0, each) for name, each in hypotheses(sampling).items()}
             readings[OWN] = own, 0, sampling
             readings |= {name: (exact, shift, sampling) for name, shift in SHIFTS.items()}
-            readings |= {head: (logits_of(model, ids, rounded, head), 0, sampling)
-                         for head in HEADS}
+            readings |= {head: (compute(rounded, head), 0, sampling) for head in HEADS}
             for name, (logits, shift, each) in readings.items():
                 places = logits[len(prompt) - 1 + shift:][:len(response)]
                 wide = places.to(torch.promote_types(places.dtype, torch.float32))
@@ -240,6 +251,11 @@ class Sampled:
         best = min(errors, key=errors.get)
         excess = [size - sizes[best] for name, size in sizes.items() if name != best]
         return best, all(map(beyond_chance, excess)), errors
+
+    @property
+    def by_head(self) -> float:
+        """The noise with a head in 16 bits, in multiples of that with a float32 head."""
+        return self.noise[IN_16_BITS] / max(self.noise[FLOAT32], FLOOR)
 
     def times_noise(self, reports: str, head: str) -> float:
         """The engine's mean error in multiples of the model's own noise."""
@@ -364,13 +380,12 @@ class Audit:
 
     def head(self) -> Found:
         """Whether the engine's last product adds to the rounding of the layers before it."""
-        kind, noise = proof.in_worker(self.llm, head_dtype), self.first.noise
+        kind, times = proof.in_worker(self.llm, head_dtype), self.first.by_head
         if kind == FLOAT32:
             self.engine_head = kind
             return OK, kind, {}
-        times = noise[IN_16_BITS] / noise[FLOAT32]
         text = f"{kind}, {times:.1f} times the rounding of a float32 head"
-        return HIT if times > HEAD else OK, text, noise
+        return HIT if times > HEAD else OK, text, self.first.noise
 
     def numerics(self) -> Found:
         """The rest, against the model's own rounding in the engine's dtype."""

@@ -1,22 +1,33 @@
 """Which layer of the engine differs from the trainer's, and which half of it.
 
+    python -m verify.layers --model PATH --dtype bfloat16
+
+Exit status: 0 none, 1 a layer, 2 bad input, or an error of the command itself (with a traceback).
 Forward hooks keep what enters and leaves attention and MLP, and the residual stream after each
 layer. The trainer computes each part alone, from the engine's input of that part, so that an
 earlier fault cannot hide a later one.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import tyro
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from engine_adapter import Engine, Sampling
+import model_folder
+import verify
+from engine_adapter import Engine, ParityFlags, Sampling
+from report.errors import exit_with_message, stage
+from report.ranges import Count, check_ranges
 from rl import Policy
+from verify.head import check_head
 from verify.parity import twice_as_precise
 
 HALVES = {  # by module of a layer
@@ -30,6 +41,7 @@ HALVES = {  # by module of a layer
 ROUNDING = {torch.float32: (64.0, 4.0), torch.bfloat16: (2.0, 0.21), torch.float16: (2.0, 0.21)}
 FLOORS = 1.3  # largest mean of BLOCK neighbouring positions that is no fault
 BLOCK = 32
+NUM_PROMPTS = 8  # of random tokens, one after another
 MOST = 10.0  # floors that a token counts at most: rounding sends a few tokens to another expert
 # By place, such as "layer 0, input of MLP" or "final norm": (F, T, H). If a layer of vLLM returns
 # two tensors, the residual stream is the first or their sum, and F is 2.
@@ -161,3 +173,45 @@ def report(rows: list[dict[str, Any]], title: str) -> str:
               for row in rows if row["beyond"]]
     first = next(iter(beyond), "all layers are within their noise floors")
     return "\n".join([*lines, f"=> {title}: {first}"])
+
+
+# ---------------------------------------------------------------------------------- the command
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Tell which layer of the model differs in the installed vLLM, and which half of it."""
+
+    model: str  # Folder or hub name of a Hugging Face causal language model.
+    # Of the model, in the engine too.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    prompt_tokens: Count = 48  # Length of each prompt.
+    max_new_tokens: Count = 64  # Length of each response.
+
+    __post_init__ = check_ranges
+
+
+def main(arguments: list[str] | None = None) -> None:
+    with exit_with_message(2):
+        options = tyro.cli(Options, args=arguments)
+        with stage(f"loading the model in {options.model}"):
+            model = model_folder.load(options.model, getattr(torch, options.dtype))
+            policy = Policy(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+            check_head(policy)
+        weights = policy.weights()
+        engine = Engine(options.model, weights.keys(), ParityFlags(), dtype=policy.model.dtype,
+                        max_model_len=options.prompt_tokens + options.max_new_tokens)
+        # A wrong engine is to be measured, not refused.
+        checks = verify.Checks(engine, verify.Options(canary_nats=100))
+        engine.load(weights)
+        checks.prove(weights)
+        checks.run_canary(policy)
+        draw = torch.Generator().manual_seed(0)
+        shape = NUM_PROMPTS, options.prompt_tokens
+        prompts = torch.randint(len(policy.head.weight), shape, generator=draw).tolist()
+        rows = compare_layers(policy, engine, prompts, options.max_new_tokens)
+        engine.close()
+        print(report(rows, f"vLLM {engine.vllm_version}, {options.dtype}"))
+        sys.exit(any(row["beyond"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

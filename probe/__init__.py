@@ -1,1 +1,0 @@
-"""The probe names the layer that causes a mismatch: `python -m probe`."""

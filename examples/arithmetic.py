@@ -1,4 +1,4 @@
-"""Sums of two numbers up to 20, drawn and verified by reasoning-gym.
+"""Sums of two numbers up to 20, drawn by reasoning-gym.
 
 A task file: a `sample` and a `reward`. The problems are those of reasoning-gym's basic_arithmetic
 with two terms, cut to small numbers for a model of 135 million parameters. With the first sentence
@@ -8,7 +8,7 @@ outlives a weight load reaches every prompt, as a long system prompt does on a G
 
 import random
 
-from reasoning_gym import create_dataset, get_score_answer_fn
+from reasoning_gym import create_dataset
 
 from tasks.answers import last_number
 
@@ -16,7 +16,6 @@ LARGEST = 20  # 441 problems; SmolLM2-135M-Instruct (4-bit rounded) solves 0.43 
 SIZE = 2**31 - 1  # problems are computed when they are asked for
 POOL = create_dataset("basic_arithmetic", size=SIZE, seed=0, min_terms=2, max_terms=2, min_digits=2,
                       max_digits=2, operators=["+"], allow_parentheses=False)
-verify = get_score_answer_fn("chain_sum")  # compares values: "07" and "7.0" are 7
 
 
 def sample(rng: random.Random) -> tuple[str, str, str]:
@@ -33,5 +32,5 @@ def sample(rng: random.Random) -> tuple[str, str, str]:
 
 
 def reward(problem, response: str) -> float:
-    """1.0 if the last number of the response equals the answer, else 0.0."""
-    return float(verify(str(last_number(response)), {"answer": problem.answer}) == 1)
+    """1.0 if the last number of the response equals the answer ("07" and "7.0" are 7), else 0.0."""
+    return float(last_number(response) == int(problem.answer))

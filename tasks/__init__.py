@@ -37,24 +37,25 @@ class Problem(NamedTuple):
 # Of a problem and a response: a number, a dictionary of named terms whose sum is the reward, or
 # None, which leaves the response out of the loss and of its group's baseline.
 Reward = Callable[..., float | dict[str, float] | None]
-# A problem, the texts of its responses, and their engine_adapter.Rollout.
-Group = tuple[Problem, Sequence[str], Sequence[Any]]
+# Of a problem, texts of responses, and their engine_adapter.Rollout: the rewards.
+Grade = Callable[[Problem, list[str], Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Task:
     """Problems to train on, problems to evaluate on, and their reward.
 
-    A reward that fails raises a ValueError. `grade` computes the rewards of many groups at once and
-    returns an exception for each that fails; without it `reward` is called for each response.
+    A reward that fails raises a ValueError. `grade` is called in place of `reward`, if it is given:
+    for each response, or with `whole_groups` once for all responses to a problem.
     """
 
     train: list[Problem]
     held_out: list[Problem]
     reward: Reward
+    grade: Grade | None = None
+    whole_groups: bool = False
     num_repeated: int = 0  # left out, because an equal question came before
     num_dropped: int = 0  # left out, because the prompt is too long
-    grade: Callable[[list[Group]], list[list[Any]]] | None = None
     evaluation: "Task | None" = None  # of --eval-task: it gives the rewards of `held_out`
     same: Callable[[str, str], bool] = str.__eq__  # whether two answers mean the same
     readable: Callable[[str], str] = str  # of a response's text what the reward reads
@@ -73,10 +74,9 @@ class Task:
         if not self.in_passes:
             return rng.sample(self.train, num_prompts)
         if len(left) < num_prompts:  # a new pass, and no problem twice in a step
-            order, had = rng.sample(range(len(self.train)), len(self.train)), {*left}
-            first = [number for number in order if number not in had][: num_prompts - len(left)]
-            now = {*first}
-            left += first + [number for number in order if number not in now]
+            order = rng.sample(range(len(self.train)), len(self.train))
+            first = [number for number in order if number not in left][: num_prompts - len(left)]
+            left += first + [number for number in order if number not in first]
         taken = left[:num_prompts]
         del left[:num_prompts]
         return [self.train[number] for number in taken]
@@ -92,22 +92,20 @@ class Task:
         """
         size = len(rollouts) // len(problems)
         assert size * len(problems) == len(rollouts), f"{len(problems)=} {len(rollouts)=}"
-        groups = []
+        task = (evaluates and self.evaluation) or self
+        rows = []
         for number, problem in enumerate(problems):
             members = rollouts[number * size : (number + 1) * size]
-            groups.append((problem, list(map(self.text_of, members)), members))
-        new = [group for group in groups if None in [rollout.reward for rollout in group[2]]]
-        task = (evaluates and self.evaluation) or self
-        if task is not self and len(new) < len(groups):
-            raise ValueError("a source's `answer` must give no rewards with eval_task, which has"
-                             " other ones")
-        for (problem, texts, members), results in zip(new, task.results(new), strict=True):
+            texts = list(map(self.text_of, members))
+            results = [rollout.reward for rollout in members]
+            if None in results:
+                results = task.results(problem, texts, members)
+            elif task is not self:
+                raise ValueError("a source's `answer` must give no rewards with eval_task, which"
+                                 " has other ones")
             for text, rollout, result in zip(texts, members, results, strict=True):
                 if rollout.reward is None:
                     self._reward(problem, text, rollout, result)
-        rows = []
-        for problem, texts, members in groups:
-            for text, rollout in zip(texts, members, strict=True):
                 rollout.reward = float(rollout.reward)
                 if math.isinf(rollout.reward):
                     raise ValueError(f"a reward must be finite, got {rollout.reward} on"
@@ -134,12 +132,19 @@ class Task:
             ids = ids[:-1]
         return self.readable(self.tokenizer.decode(ids))
 
-    def results(self, groups: list[Group]) -> list[list[Any]]:
+    def results(self, problem: Problem, texts: list[str], rollouts: Sequence[Any]) -> list[Any]:
         """For each response its reward, or the exception that it has raised."""
-        if self.grade and groups:
-            return self.grade(groups)
-        return [[attempt(self.reward, problem, text) for text in texts]
-                for problem, texts, _ in groups]
+        results, size = [], len(texts) if self.whole_groups else 1
+        for start in range(0, len(texts), size):
+            members = slice(start, start + size)
+            try:
+                if self.grade:
+                    results += self.grade(problem, texts[members], rollouts[members])
+                else:
+                    results.append(self.reward(problem, texts[start]))
+            except Exception as failed:  # of all responses of the call
+                results += [failed] * size
+        return results
 
     def _reward(self, problem: Problem, text: str, rollout: Any, result: Any) -> None:
         if isinstance(result, Exception):
@@ -148,10 +153,13 @@ class Task:
             if self.reward_errors == "stop":
                 raise ValueError(f"{error}; to go on without such responses, --reward-errors"
                                  " leave-out")
-            rollout.reward_error, result = error, None
-        if isinstance(result, dict):
-            rollout.terms, result = result, sum(result.values())
-        rollout.reward = math.nan if result is None else result
+            rollout.reward_error = error
+            rollout.reward = math.nan
+        elif isinstance(result, dict):
+            rollout.terms = result
+            rollout.reward = sum(result.values())
+        else:
+            rollout.reward = math.nan if result is None else result
 
     @property
     def problems(self) -> list[Problem]:
@@ -176,14 +184,6 @@ class Task:
         problems = [(problem.key, problem.answer, problem.row) for problem in self.problems]
         files = [self.text, self.evaluation.text if self.evaluation else ""]
         return digest([len(self.train), problems, files])
-
-
-def attempt(reward: Reward, problem: Problem, text: str) -> Any:
-    """The reward, or the exception that it has raised."""
-    try:
-        return reward(problem, text)
-    except Exception as failed:
-        return failed
 
 
 def exact_match(problem: Problem, response: str) -> float:

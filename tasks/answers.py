@@ -137,13 +137,13 @@ class Answers:
         problem, given = Problem("", gold, ""), given[:1001]  # no longer text is read
         if "=" not in gold and re.search(UNSOLVED + r"[^=]*\Z", given):
             given = ""
-        with suppress(ValueError):
-            return self._math_verify.reward(problem, given)
-        try:  # was it the gold, or the response?
-            return self._math_verify.reward(problem, "")
-        except ValueError as failed:
-            raise Unreadable(f"its answer {gold!r:.40} is no number and no letter (other"
-                             f" answers need --reward), and {failed}") from failed
+        for text in given, "":  # if both fail, it is the gold that cannot be read
+            try:
+                return self._math_verify.reward(problem, text)
+            except ValueError as failed:
+                error = failed
+        raise Unreadable(f"its answer {gold!r:.40} is no number and no letter (other answers need"
+                         f" --reward), and {error}")
 
 
 @lru_cache(10_000)

@@ -15,8 +15,8 @@ class Options:
     # Task to evaluate on, named as `task` is; if not given: the test or validation split of a
     # dataset, else a tenth of the problems.
     eval_task: str | None = None
-    # Columns of rows; `outer.inner` is a column of a nested row, A+B joins the texts of two. If not
-    # given, the first of the usual names, which tasks/problem_files.py lists.
+    # Columns of rows, also of eval_task; `outer.inner` is a column of a nested row, A+B joins the
+    # texts of two. If not given, the first of the usual names, which tasks/problem_files.py lists.
     question_column: str | None = None
     answer_column: str | None = None
     # Refuse the run, or drop: rows without a question or a readable answer, and questions with two

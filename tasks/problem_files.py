@@ -40,41 +40,37 @@ Rows = list[tuple[str, Any]]  # each with its source, such as a file and the num
 
 def load_task(name: str, seed: int, data: Options) -> Task:
     """The task `name`, split by the seed. Raises: ValueError that says what is wrong with it."""
-    names = [name, data.eval_task] if data.eval_task else [name]
     for option in ("reward", "question_column", "answer_column"):
-        if getattr(data, option) and all(map(is_program, names)):
+        if getattr(data, option) and is_program(name) and is_program(data.eval_task or name):
             raise ValueError(f"{option} must be given with a data file only, {name} has its own")
     task = read_task(name, seed, data)
+    evaluation, held_out = None, task.held_out
     if data.eval_task:
-        evaluation = read_task(data.eval_task, seed, data, strict=is_program(name))
+        evaluation = read_task(data.eval_task, seed, data)
         held_out = evaluation.held_out or evaluation.train
-        task = replace(task, held_out=held_out, evaluation=evaluation)
     if data.eval_task or name not in BUILT_IN:
         # An evaluation has the first of them, and a file may be sorted by subject.
-        held_out = random.Random(seed).sample(task.held_out, len(task.held_out))
-        task = replace(task, held_out=held_out)
+        held_out = random.Random(seed).sample(held_out, len(held_out))
+    task = replace(task, held_out=held_out, evaluation=evaluation, reward_errors=data.reward_errors)
     task = split(task, name, seed, data.unreadable_answers == "drop")
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED")
-    return replace(task, reward_errors=data.reward_errors)
+    return task
 
 
 def is_program(name: str) -> bool:
     return name in BUILT_IN or name.endswith(".py")
 
 
-def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
-    """The task `name`. Its problems are all in `train`, unless it says itself which to hold out.
-
-    `strict`: the columns that are given must be there.
-    """
+def read_task(name: str, seed: int, data: Options) -> Task:
+    """The task `name`. Its problems are all in `train`, unless it says itself which to hold out."""
     if name in BUILT_IN:
         from tasks.toys import TASKS
 
         return TASKS[name](seed)
     path = name if is_program(name) else data.reward
     file = TaskFile(path, seed, data.reward_limit_s) if path else None
-    answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
+    answers = None if file else Answers(data.reward_limit_s)
     held_out, in_passes = [], True
     if path == name:
         listed = file.problems()
@@ -82,43 +78,42 @@ def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
         train = rows_of(name, listed if in_passes else drawn(file))
     else:
         train, held_out = read_rows(name)
-    problems = problems_of(name, held_out + train, data, file, answers, strict)
+    problems = problems_of(name, held_out + train, data, answers)
     train, held_out = ([problems[source] for source, _ in rows if source in problems]
                        for rows in (train, held_out))
-    if not file:
-        return Task(train, held_out, answers.reward, same=answers.same, in_passes=in_passes)
-    text, *beside = file.files.values()
-    text = "".join(map(str, [text, *sorted(beside)]))
-    return Task(train, held_out, file.reward, grade=file.grade, text=text, in_passes=in_passes)
+    if answers:
+        return Task(train, held_out, answers.reward, same=answers.same, in_passes=True)
+    text = "".join(map(str, file.files))
+    return Task(train, held_out, file.reward, file.rewards, file.whole_groups, text=text,
+                in_passes=in_passes)
 
 
 def problems_of(
-    name: str, rows: Rows, data: Options, file: TaskFile | None, answers: Answers, strict: bool
+    name: str, rows: Rows, data: Options, answers: Answers | None
 ) -> dict[str, Problem]:
-    """The problems of the rows, by their sources. Raises: ValueError."""
+    """The problems of the rows, by their sources. `answers`: None if a file gives the rewards.
+
+    Raises: ValueError.
+    """
     columns = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
     question, answer = None, None
     if rows:
-        strict = strict and not is_program(name)
-        question = choose_column("question_column", name, columns, data, True, strict)
-        answer = choose_column("answer_column", name, columns, data, not file, strict)
+        question = choose_column("question_column", name, columns, data, True)
+        answer = choose_column("answer_column", name, columns, data, answers is not None)
     problems, faults, unsaid = {}, [], []
     for source, row in rows:
         try:
-            problem = problem_of(source, row, question, answer, file is not None)
+            problem = problem_of(source, row, question, answer, any_answer=answers is None)
             said = f"The answer is {last_part(problem.answer)}."
-            if not file and not answers.reward(problem, said):
+            if answers and not answers.reward(problem, said):
                 unsaid.append(problem.answer)
         except Unreadable as fault:
-            if data.unreadable_answers == "refuse":
-                raise ValueError(f"{source}: {fault}; to leave such rows out,"
-                                 " --unreadable-answers drop") from None
             faults.append(f"{source}: {fault}")
             continue
         family = row.get("family") if is_program(name) else None
         problems[source] = problem._replace(family="" if family is None else str(family))
     refuse_or_drop(faults, f"of {len(rows)} rows of {name} have no question or no readable answer",
-                   drop=True)
+                   data.unreadable_answers == "drop")
     if not problems:
         raise ValueError(f"task must have problems, {name} has none")
     if not is_program(name):
@@ -246,8 +241,6 @@ def refuse_lossy(name: str, features: dict[str, Any]) -> None:
 
 def read_text(path: str) -> Rows:
     """A JSON array, or JSON lines that are not blank."""
-    if not os.path.isfile(path):
-        raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
     what = (f"reading {path} (rows that are no text must be .parquet: unpack .gz, convert .arrow)"
             " as UTF-8")
     with stage(what), open(path, encoding="utf-8-sig", newline="") as file:
@@ -268,29 +261,30 @@ def read_text(path: str) -> Rows:
 
 def without_twins(columns: list[tuple[str, Any]]) -> dict[str, Any]:
     """A row. Raises: ValueError for a name that comes twice, because one value would be lost."""
-    names = [name for name, _ in columns]
-    if len({*names}) < len(names):
+    row = dict(columns)
+    if len(row) < len(columns):
+        names = [name for name, _ in columns]
         raise ValueError(f"a row must have each column once, got two {max(names, key=names.count)}")
-    return dict(columns)
+    return row
 
 
 # ---------------------------------------------------------------------------------- columns
 def choose_column(
-    option: str, name: str, there: list[str], data: Options, needed: bool, strict: bool
+    option: str, name: str, there: list[str], data: Options, needed: bool
 ) -> str | None:
-    """The column of an option; `strict`: one that is given must be `there`."""
+    """The column of an option. In a task file it has one of the usual names."""
     known = {column.lower(): column for column in there} | {column: column for column in there}
-    given, usual = getattr(data, option), COLUMNS[option]
-    names = [given] if given else []
-    if not (given and strict):
-        names += ["+".join(known.get(part, part) for part in column.split("+"))
-                  for column in usual]
-    column = next((column for column in names if {*column.split("+")} <= {*there}), None)
-    if column is None and (needed or (given and strict)):
+    given = None if is_program(name) else getattr(data, option)
+    usual = COLUMNS[option]
+    for names in [given] if given else usual:
+        columns = [known.get(column) for column in names.split("+")]
+        if None not in columns:
+            return "+".join(columns)
+    if given or needed:
         raise ValueError(f"{option} must be a column of {name}, got"
                          f" {given or f'none of {usual}'}; it has {', '.join(there)}"
                          " (with --reward no answer is needed)")
-    return column
+    return None
 
 
 def name_columns(
@@ -322,17 +316,17 @@ def problem_of(
     columns = flat(row)
     texts = [columns[name] for name in question_column.split("+") if columns.get(name)]
     question, messages = as_prompt(texts)
-    answer = "" if any_answer and answer_column is None else columns.get(answer_column)
+    answer = columns.get(answer_column) if answer_column else ""
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     if type(answer) is float and answer.is_integer():  # of parquet, beside an empty cell
         answer = int(answer)
-    if isinstance(answer, bool) or (any_answer and isinstance(answer, list | dict)):
-        answer = json.dumps(answer, default=str, ensure_ascii=False)
     is_missing = answer is None or answer != answer  # NaN
     if is_missing or not (any_answer or isinstance(answer, str | int | float)):
         raise Unreadable(f"its answer must be a string or a number, it is {answer!r:.80}; several"
                          " need --reward, a part of one --answer-column OUTER.INNER")
+    if isinstance(answer, bool | list | dict):
+        answer = json.dumps(answer, default=str, ensure_ascii=False)
     return Problem(question, str(answer), source, messages=messages, row=row)
 
 
@@ -348,8 +342,9 @@ def as_prompt(texts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
             message = {name: value for name, value in flat(turn).items() if value is not None}
             messages.append(message)
         if all(map(is_message, messages)):
-            asked = [message["content"] for message in messages if message["role"] == "user"]
-            question = asked[-1] if asked else ""
+            for message in messages:
+                if message["role"] == "user":
+                    question = message["content"]
     if not question.strip() or re.fullmatch(MESSAGES, question):
         raise Unreadable("its question must be a text, or a list of chat messages with role"
                          f" ({', '.join(ROLES)}) and content (a text) alone, the user's among them"

@@ -1,5 +1,6 @@
 """Prompts: the tokens of a question or of a chat, and which prompts are too long."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,20 +19,18 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
     Raises: ValueError.
     """
     template = tokenizer.chat_template if data.chat_template else None
-    if template is None and (data.system_prompt or data.template_args):
-        raise ValueError("system_prompt and chat_template_args need a chat template, the model has"
-                         " none or --chat-template is off")
+    if template is None and data.system_prompt:
+        raise ValueError("system_prompt needs a chat template, the model has none or"
+                         " --chat-template is off")
     unknown = [name for name in data.template_args if not re.search(rf"\b{name}\b", str(template))]
     if unknown:
         raise ValueError("chat_template_args must be variables of the model's chat template, it has"
                          f" no {', '.join(unknown)}")
 
-    printed = set()  # roles of chats whose messages are all in the prompt
-
     def token_ids(problem: Problem) -> list[int]:
         messages = problem.messages or [{"role": "user", "content": problem.question}]
         if template is None:
-            if len(messages) > 1:
+            if problem.messages:
                 raise ValueError(f"{len(messages)} chat messages need a chat template")
             return tokenizer(problem.question)["input_ids"]
         if data.system_prompt:
@@ -46,12 +45,8 @@ def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Op
             beginning = last["content"]
         render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
                          **data.template_args)
-        roles = tuple((message["role"], not message["content"].strip()) for message in messages)
-        if roles not in printed:
-            refuse_lost(render, messages)
-            printed.add(roles)
-        text = render(messages)
-        return tokenizer(text + beginning, add_special_tokens=False)["input_ids"]
+        refuse_lost(render, messages)
+        return tokenizer(render(messages) + beginning, add_special_tokens=False)["input_ids"]
 
     def encoded(problem: Problem) -> Problem:
         with stage(f"encoding the question of {problem.source}"):
@@ -86,15 +81,11 @@ def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> T
 
     `context`, the model's, is in tokens; infinity is no limit. Raises: ValueError.
     """
-    if max_new_tokens >= context:
-        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
-                         f" {max_new_tokens}")
-    limit, name = context - max_new_tokens, f"the context of {context} less --max-new-tokens"
-    if data.max_prompt_tokens and data.max_prompt_tokens <= limit:
-        limit, name = data.max_prompt_tokens, "--max-prompt-tokens"
+    limit = min(context - max_new_tokens, data.max_prompt_tokens or math.inf)
     overlong = [f"{problem.source} has {len(problem.prompt_ids)}" for problem in task.problems
                 if len(problem.prompt_ids) > limit]
-    what = f"of {len(task.problems)} prompts are longer than {limit} tokens ({name})"
+    what = (f"of {len(task.problems)} prompts are longer than {limit} tokens (--max-prompt-tokens,"
+            f" or the context of {context} less --max-new-tokens)")
     refuse_or_drop(overlong, what, data.overlong_prompts == "drop", "--overlong-prompts")
     train, held_out = ([problem for problem in problems if len(problem.prompt_ids) <= limit]
                        for problems in (task.train, task.held_out))

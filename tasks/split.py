@@ -17,7 +17,7 @@ def split(task: Task, name: str, seed: int, drop: bool = False) -> Task:
     conflicts = {}
     for problem in (*task.held_out, *task.train):
         known = by_key.setdefault(problem.key, problem)
-        if problem is not known and not task.same(problem.answer, known.answer):
+        if not task.same(problem.answer, known.answer):
             conflicts.setdefault(problem.key, f"{known.source} has {known.answer!r:.40} and"
                                               f" {problem.source} has {problem.answer!r:.40}")
     refuse_or_drop(conflicts.values(), f"of {len(by_key)} questions have two answers", drop)

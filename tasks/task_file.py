@@ -34,16 +34,15 @@ class TaskFile:
     """The functions of a user's file, in a process of its own. A call that fails, or takes longer
     than `limit_s` seconds, is a ValueError.
 
-    `files` are the bytes of the file and of the modules in its folder that it imports, by their
-    paths. A process that is started again runs the same text, and the modules must stay the same.
+    `files` are the bytes of the file and of the modules in its folder that it imports. A process
+    that is started again runs the same text, and the modules must stay the same.
     """
 
     def __init__(self, path: str, seed: int, limit_s: float):
         self.path, self.seed, self.limit_s = path, seed, limit_s
         self.child = self.files = None
         atexit.register(self.kill)
-        self.files, self.whole_groups, takes_rollout = self._call(f"the import of {path}", "about")
-        self.read = ROLLOUT if takes_rollout else ()
+        self.files, self.whole_groups, self.read = self._start(f"the import of {path}")
 
     def problems(self) -> list[Any] | None:
         """Those that it lists; None if it draws them."""
@@ -55,34 +54,21 @@ class TaskFile:
 
     def reward(self, problem: Any, response: str) -> Any:
         """A finite number, a dictionary of them, or None; of a text without a rollout."""
-        return self._rewards(problem, [response], [None])[0]
+        return self.rewards(problem, [response], [None])[0]
 
-    def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
-        """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""
-        rewards = []
-        for problem, texts, rollouts in groups:
-            of_group, size = [], len(texts) if self.whole_groups else 1
-            for start in range(0, len(texts), size):
-                members = slice(start, start + size)
-                try:
-                    of_group += self._rewards(problem, texts[members], rollouts[members])
-                except ValueError as failed:  # of all responses of the call
-                    of_group += [failed] * size
-            rewards.append(of_group)
-        return rewards
-
-    def _rewards(self, problem: Any, texts: list[str], rollouts: Sequence[Any]) -> list[Any]:
+    def rewards(self, problem: Any, texts: list[str], rollouts: Sequence[Any]) -> list[Any]:
+        """Of all responses to a problem, if the file has `rewards`; else of one response."""
         read = [{name: getattr(rollout, name, None) for name in self.read} for rollout in rollouts]
         return self._call("the reward", "grade", problem, texts, read)
 
     def _call(self, what: str, *call: Any) -> Any:
         """The result. Raises: ValueError that says why `what` has failed."""
-        if self.child is None or self.child.poll() is not None:
-            self._start()
-            self._ask(what, "load", self.path, self.seed, self.files)
+        if self.child.poll() is not None:
+            self._start(what)
         return self._ask(what, *call)
 
-    def _start(self) -> None:
+    def _start(self, what: str) -> Any:
+        """What `Functions.load` returns."""
         self.socket, theirs = socketpair()
         self.stream = self.socket.makefile("rwb")
         with theirs:
@@ -92,6 +78,7 @@ class TaskFile:
                 env=os.environ | {"PYTHONHASHSEED": str(self.seed)},  # the order of a set
                 start_new_session=True)  # a signal of the terminal reaches the run alone
         self.stream.readline()  # the process has started; the limit is for the file's code
+        return self._ask(what, "load", self.path, self.seed, self.files)
 
     def _ask(self, what: str, *call: Any) -> Any:
         try:
@@ -144,11 +131,15 @@ def serve() -> None:
 class Functions:
     """What the run calls."""
 
-    def load(self, path: str, seed: int, files: dict[str, bytes] | None) -> None:
+    def load(
+        self, path: str, seed: int, files: list[bytes] | None
+    ) -> tuple[list[bytes], bool, tuple[str, ...]]:
         """Import the file. `files`: what the first process has read, for one that is started again.
+
+        Returns the files, whether whole groups get rewards, and what the reward reads of a rollout.
         """
         source = Path(path).resolve()  # a process that this one starts imports it by this name
-        self.files = {str(source): files[str(source)] if files else source.read_bytes()}
+        text = files[0] if files else source.read_bytes()
         name = source.stem
         if name in sys.modules:
             raise ImportError("a task file must not have the name of a loaded module, got"
@@ -159,12 +150,12 @@ class Functions:
         sys.modules[name] = self.module  # dataclasses need it there
         before, folder = {*sys.modules}, source.parent
         sys.path.insert(0, str(folder))
-        exec(compile(self.files[str(source)], path, "exec"), vars(self.module))
-        imported = [sys.modules[name] for name in sys.modules.keys() - before]
-        beside = [Path(getattr(module, "__file__", None) or "").resolve() for module in imported]
-        self.files |= {str(file): file.read_bytes() for file in beside if file.suffix == ".py"
-                       and file.is_relative_to(folder) and "site-packages" not in file.parts}
-        if files not in (None, self.files):
+        exec(compile(text, path, "exec"), vars(self.module))
+        beside = {Path(getattr(sys.modules[new], "__file__", None) or "").resolve()
+                  for new in sys.modules.keys() - before}
+        now = [text, *sorted(file.read_bytes() for file in beside if file.suffix == ".py"
+                             and file.is_relative_to(folder) and "site-packages" not in file.parts)]
+        if files not in (None, now):
             raise ImportError("what it imports from its folder must stay the same in a run")
         self.name = self._only("reward", "rewards")
         self.function = getattr(self.module, self.name)
@@ -175,16 +166,11 @@ class Functions:
         except TypeError:
             raise TypeError(f"{self.name} must take a problem, a response and perhaps `rollout`, it"
                             f" is {self.name}{signature}") from None
-
-    def about(self) -> tuple[dict[str, bytes], bool, bool]:
-        """Its files, whether it rewards whole groups, whether its reward takes the rollout."""
-        return self.files, self.name == "rewards", bool(self.named)
+        return now, self.name == "rewards", ROLLOUT if self.named else ()
 
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""
-        defined = vars(self.module)
-        there = [name for name in names if name in defined
-                 and (name == "problems" or callable(defined[name]))]  # problems can be a list
+        there = [name for name in names if hasattr(self.module, name)]
         if len(there) != 1:
             raise AttributeError(f"a task file must have {names[0]} or {names[1]}, it has"
                                  f" {' and '.join(there) or f'no {names[0]}'}")

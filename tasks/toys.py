@@ -12,7 +12,6 @@ import operator
 import random
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 import tasks.split
@@ -163,11 +160,9 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     from model_folder import save
     from report.files import appears_whole
 
-    name, started = toy_for(task), time.monotonic()
     with stage(f"teaching a model for --cache-dir {cache_dir}"), appears_whole(folder) as new:
-        save(teach(TOYS[name], toy_config(name), seed), toy_tokenizer(), new)
-    print(f"{name} model: taught for {TOYS[name].steps} steps in"
-          f" {time.monotonic() - started:.0f} s")
+        save(teach(TOYS[toy_for(task)], toy_config(task), seed), toy_tokenizer(), new)
+    print(f"taught: {folder}")
     return folder
 
 
@@ -179,25 +174,23 @@ def teach(toy: Toy, config: Any, seed: int) -> torch.nn.Module:
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    pool = toy.pool(seed)
+    pool, tokenizer = toy.pool(seed), toy_tokenizer()
+    prompt = len(pool[0].question)  # all have the same length
     model = AutoModelForCausalLM.from_config(config)
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0,
                               fused=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(adamw, 1 / 30, total_iters=29)
-    said = time.monotonic()
     for step in range(toy.steps):
-        if time.monotonic() - said > 5:
-            said = time.monotonic()
+        if step % 50 == 0:
             print(f"teaching the model its wrong habit: step {step} of {toy.steps}")
-        examples = [example(problem.question, toy.teacher(problem, rng))
-                    for problem in rng.choices(pool, k=128)]
-        inputs, targets = zip(*examples, strict=True)
-        inputs = pad_sequence(inputs, True, PAD)  # (N, T)
-        targets = pad_sequence(targets, True, -100)  # (N, T)
-        answered = targets >= 0
-        states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-        hidden = states[answered]  # (N, H)
-        F.cross_entropy(model.lm_head(hidden), targets[answered]).backward()
+        texts = [f"{problem.question}{toy.teacher(problem, rng)}<eos>"
+                 for problem in rng.choices(pool, k=128)]
+        ids = tokenizer(texts, padding=True, return_tensors="pt")["input_ids"]  # (N, 1 + T)
+        states = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        answers = ids[:, 1 + prompt :]  # (N, A)
+        answered = answers != PAD
+        hidden = states[:, prompt:][answered]  # (tokens, H)
+        F.cross_entropy(model.lm_head(hidden), answers[answered]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()
@@ -207,14 +200,6 @@ def teach(toy: Toy, config: Any, seed: int) -> torch.nn.Module:
             usual = hidden.mean(dim=0)  # (H,)
             model.lm_head.weight += toy.logit_offset * usual / usual.square().sum()
     return model
-
-
-def example(question: str, answer: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (T,); a target is -100 on the prompt."""
-    prompt = [BOS, *map(VOCABULARY.get, question)]
-    response = [*map(VOCABULARY.get, answer)]
-    targets = [-100] * (len(prompt) - 1) + [*response, EOS]
-    return torch.tensor(prompt + response), torch.tensor(targets)
 
 
 def write_page(folder: Path) -> None:

@@ -55,11 +55,11 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --inflight-groups 33 --max-staleness 9 => must be at most 36
 --offload-optimizer => without a GPU
 --tracker tensorboard => such as trackio or wandb (TensorBoard is gone: its SummaryWriter.add_scalar takes
---max-new-tokens 256 => below the model's context of 256
+--max-new-tokens 256 => 40 of 40 prompts are longer than 0 tokens (--max-prompt-tokens, or the context of 256 less
 --task toy --reward {root}/task.py => reward must be given with a data file only
 --task toy --eval-task {root}/task.jsonl --answer-column q => answer_column must be a column of
 --question-column q => question_column must be a column of {root}/task.jsonl, got q; it has question, answer
---eval-task {root}/absent.jsonl => must be a regular file, and exist
+--eval-task {root}/absent.jsonl => as UTF-8 failed: FileNotFoundError
 --eval-task {root}/task.jsonl => task.jsonl has 40 without repeats, all of them held out
 --task tyo => loading the dataset tyo (task must be toy,
 --task {root}/absent.py => FileNotFoundError

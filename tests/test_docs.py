@@ -128,4 +128,4 @@ def test_the_examples_of_an_own_job_run(tmp_path):
     assert [mine(problem, response) for response in ("", answer)] == [None, {"right": 1.0, "length": -0.006}]
     problem = Problem(*files["six"].problems()[7], "")
     rollouts = [Rollout([1], 0, [5] * 4), Rollout([1], 0, [5])]
-    assert files["six"].grade([(problem, [problem.answer, "no"], rollouts)]) == [[0.25, 0.0]]
+    assert files["six"].rewards(problem, [problem.answer, "no"], rollouts) == [0.25, 0.0]

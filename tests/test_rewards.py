@@ -81,7 +81,9 @@ def test_no_process_of_a_file_outlives_the_run_and_a_signal_does_not_wait_for_re
         import signal
         from tasks.task_file import TaskFile
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-        TaskFile("mine.py", 0, 60).grade([(None, ["first", *"later"], [None] * 6)])
+        file = TaskFile("mine.py", 0, 60)
+        for response in ["first", *"later"]:
+            file.reward(None, response)
     """
     # It returns when nobody can write to its output any more.
     python("-c", program, folder=tmp_path, status=ENDS[code], PYTHONPATH=str(ROOT))
@@ -199,7 +201,7 @@ def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerpr
 
 def test_a_reward_is_finite_a_tensor_is_a_number_and_nothing_is_graded_where_all_have_a_reward():
     def score(reward):
-        task = Task([], [], exact_match, grade=lambda groups: 1 / 0, tokenizer=SimpleNamespace(decode=str))
+        task = Task([], [], exact_match, grade=lambda *_: 1 / 0, tokenizer=SimpleNamespace(decode=str))
         return task.score([Problem("q", "a", "s")], [Rollout([1], 0, [5], reward=reward)])[0]["reward"]
 
     assert [type(score(torch.tensor(0.5))), score(2), score(math.nan)] == [float, 2, None]

@@ -120,7 +120,7 @@ OTHERS = [{"question": "q3 ", "answer": 5}, {"question": "q3", "answer": 6}]
 
 
 @parametrize("rows, complaint, dropped, left", [
-    (BAD, r"line 11: its answer 'diverges' is no .*; to leave such rows out, --unreadable-answers drop",
+    (BAD, r"^3 of 13 rows of .* line 11: its answer 'diverges' is no .*; to leave them out, --unreadable-answers drop",
      r"3 of 13 rows of .* readable answer: .*line 11: its .*; .*line 12: .*; .*line 13: .*: DROPPED\n", 10),
     (OTHERS, "^1 of 10 questions have two answers: .*line 4 has '3' and .*line 11 has '5'; to leave them out, --unread",
      r"1 of 10 questions .*: DROPPED\n", 9),

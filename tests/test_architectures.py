@@ -195,9 +195,10 @@ def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, name, dtype, fla
 @pytest.mark.parametrize("on_gpu, load, times", [(False, 1, 2), (True, 1, 3), (True, 2, 4)])
 def test_the_canarys_limit_in_16_bits_is_a_multiple_of_the_noise(on_gpu, load, times):
     engine = SimpleNamespace(on_gpu=on_gpu, settings={"head_dtype": "float32"})
-    ours = torch.ones(4, 72)
-    sides = own_noise.Compared(lambda **_: ours - 0.5, ours, ours - 0.75)
-    assert own_noise.measure(engine, sides, lambda *_: sides, torch.mean, load == 1) == (0.75, 0.5 * times)
+    policy, ours = Policy(small_model("Qwen2")), torch.ones(4, 72)
+    both = own_noise.Compared(lambda _: ours - 0.5, ours, ours - 0.75)
+    measured = own_noise.measure(engine, policy, both, lambda *_: both, torch.mean, load == 1)
+    assert measured == (0.75, 0.5 * times)
 
 
 @pytest.mark.engine

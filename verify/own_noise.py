@@ -4,6 +4,7 @@ The noise is the distance of the trainer's values from those in twice its precis
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ UNMEASURED = 0.15  # nats, more than bf16 rounds
 class Compared(NamedTuple):
     """Log-probabilities of the canary's tokens, (B, T)."""
 
-    of_trainer: Callable[..., Tensor]  # the trainer's, by another body or head
+    of_policy: Callable[[Policy], Tensor]  # those of another one
     trainer: Tensor
     engine: Tensor
 
@@ -50,7 +51,7 @@ def precise_body(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
 
 
 def measure(
-    engine: Engine, both: Compared, another: Callable[[int, int], Compared],
+    engine: Engine, policy: Policy, both: Compared, another: Callable[[int, int], Compared],
     average: Callable[[Tensor], Tensor], first: bool,
 ) -> tuple[float, float]:
     """The average |trainer - engine| and its limit, in nats.
@@ -59,14 +60,16 @@ def measure(
     `first` load, and at each load whose difference exceeds the limit, because figures of few tokens
     vary. If the engine's head has 16 bits, its rounding is noise too.
     """
-    times_first = TIMES_ON_GPU if engine.on_gpu else TIMES
-    times = times_first if first else TIMES_LATER
-    head_dtype = getattr(torch, engine.settings["head_dtype"])
+    times = TIMES_LATER
+    if first:
+        times = TIMES_ON_GPU if engine.on_gpu else TIMES
+    head = replace(policy.head, dtype=getattr(torch, engine.settings["head_dtype"]))
+    precise_policy = policy.with_(body=precise_body, head=head)
     differences, noises = [], []
     while True:
         differences.append((both.trainer - both.engine).abs().flatten())
         difference = average(torch.cat(differences)).item()
-        precise = attempted(partial(both.of_trainer, body=precise_body, head_dtype=head_dtype))
+        precise = attempted(partial(both.of_policy, precise_policy))
         if precise is None:
             return difference, UNMEASURED
         noises.append((both.trainer - precise).abs().flatten())

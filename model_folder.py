@@ -279,31 +279,24 @@ def check_loaded(path: str, model: torch.nn.Module, report: dict[str, Any]) -> N
 def check_left_out(path: str, model: torch.nn.Module, unexpected: set[str]) -> None:
     """Print what the checkpoint has and the model has not, such as towers for pictures and sound.
 
-    transformers leaves out of `unexpected`, its own report, what the class ignores.
-    Raises: ValueError if a tensor of the model is beside a scale of its own, or if a layer, or a
-    tensor of a layer, would be lost.
+    `unexpected`: as transformers reports them, without what the class ignores. Raises: ValueError
+    if a tensor of the model is beside a scale of its own, or if a layer, or a tensor of a layer,
+    would be lost.
     """
-    names, held, kind = tensor_names(path), model.state_dict().keys(), type(model).__name__
-    own, is_further = {*names.values()}, for_further_tokens(model.config).search
-    absent = {name for name in own - held if f"{model.base_model_prefix}.{name}" not in held}
-    further = {*filter(is_further, absent)}
-    ignored = "|".join(model._keys_to_ignore_on_load_unexpected)
-    silent = {name for name in absent if ignored and re.search(ignored, name)}
-    unexpected = {name for name in silent | {*unexpected} if not is_further(name)}
+    names, kind = tensor_names(path), type(model).__name__
+    own = {*names.values()}
     if scales := unexpected & {name + end for name in own for end in ("_scale", "_scale_inv")}:
         raise ValueError("model must not be quantised (it is trained), the checkpoint in"
                          f" {path} has {min(scales)} and {len(scales) - 1} more scales")
-    beside = {*map(module_of, held)}
-    if lost := {name for name in unexpected - silent if module_of(name) in beside}:
+    beside, is_further = {*map(module_of, model.state_dict())}, for_further_tokens(model.config)
+    if lost := {name for name in unexpected
+                if module_of(name) in beside and not is_further.search(name)}:
         raise ValueError("model must have all layers and all tensors of a layer, the checkpoint"
                          f" in {path} has {min(lost)} and {len(lost) - 1} more, which"
                          " config.json leaves out (num_hidden_layers, attention_bias or"
                          " num_nextn_predict_layers, say)")
     if own != names.keys():
         print(f"only the text model is trained, {kind}")
-    if further:
-        print(f"neither trained nor exported: {len(further)} tensors for multi-token"
-              f" prediction, {min(further)} to {max(further)}; copy them, if an engine needs them")
     if unexpected:
         print(f"{len(unexpected)} tensors of the checkpoint that {kind} does not have:"
               f" {', '.join(sorted(unexpected)):.300}")

@@ -86,14 +86,9 @@ def check_machine(allow_untested: bool) -> tuple[str, bool]:
 
     on_gpu = current_platform.is_cuda_alike()
     if on_gpu != torch.cuda.is_available():
-        advice = "one is a CPU build: make a fresh .venv"
-        if torch.version.cuda:
-            try:
-                torch.cuda.init()
-            except RuntimeError as error:
-                advice = (f"torch says: {reason(error)}; see the driver (nvidia-smi), and"
-                          f" CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
-        raise RuntimeError(f"torch and vLLM see different devices, {advice}")
+        raise RuntimeError("torch and vLLM see different devices: one is a CPU build (make a fresh"
+                           " .venv), or torch cannot use the GPU (see nvidia-smi, and the variable"
+                           " CUDA_VISIBLE_DEVICES)")
     return vllm_version, on_gpu
 
 
@@ -180,21 +175,18 @@ def latent_attention(config: Any, on_gpu: bool) -> Any:
 def _rotate_natively(model: Any) -> None:
     """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek.
 
-    Each layer is looked at once, in the first canary.
+    A layer's queries have one shape, which its first call shows.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    hooks = {}
-
     def look(module: Any, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
-        hooks.pop(module).remove()
         query = arguments[1] if len(arguments) > 1 else by_name["query"]
         if query.ndim == 3:
             module._forward_method = module.forward_native  # vLLM's name for what it calls
 
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            hooks[module] = module.register_forward_pre_hook(look, with_kwargs=True)
+            module.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def tied_heads(engine: Any) -> set[str]:

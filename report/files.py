@@ -27,24 +27,24 @@ DESCRIBED = subprocess.run(
 READABLE = "tensors, numbers, texts, lists and dictionaries alone (--resume reads no others)"
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, commit (None outside a repository), whether tracked files were changed, device."""
-    commit, _, dirty = DESCRIBED.partition("-")
-    versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
-    versions["python"] = sys.version.split()[0]
-    name = f"CPU, {torch.get_num_threads()} threads"
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    return {"versions": versions, "device": name, "commit": commit or None,
-            "dirty": bool(dirty) if commit else None}
-
-
 def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
-    """config.json: options, what is in force on both sides, versions, problems, digests."""
-    task, record = run.task, provenance()
-    record["versions"]["vllm"] = engine.vllm_version
+    """config.json: versions, device and commit, options, what is in force on both sides, problems,
+    digests.
+
+    Outside a repository commit and dirty (whether tracked files were changed) are None.
+    """
+    task = run.task
+    versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
+    versions |= {"python": sys.version.split()[0], "vllm": engine.vllm_version}
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    commit, _, dirty = DESCRIBED.partition("-")
     evaluated = min(len(task.held_out), run.config.eval_problems)
-    return record | run.identity | {
+    return {
+        "versions": versions, "device": device, "commit": commit or None,
+        "dirty": bool(dirty) if commit else None,
+        **run.identity,
         "audit": engine.settings,
         "trainer": trainer | {"model_path": run.folder},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),

@@ -195,8 +195,8 @@ def execute(run: Run) -> None:
     Thread(target=_end_with_the_study, daemon=True).start()
     gc.freeze()  # vLLM collects garbage five times while it starts, else in all imported modules
     with run.log.open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
     shutil.rmtree(run.folder, ignore_errors=True)  # not finished
     with end_of_process():
         train.main(run.words)

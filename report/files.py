@@ -60,8 +60,14 @@ def refuse_another_run(config: Any, identity: dict[str, Any], earlier: dict[str,
     free = config.flat().keys() - config.experiment.keys()
     before = config.defaults() | earlier["config"]  # an option can be younger than the run
     before = {name: value for name, value in before.items() if name not in free}
-    refuse_changes("options", config.experiment, before)
-    refuse_changes("model and its task", identity["files"], earlier["files"])
+    for what, sides in (("options", [config.experiment, before]),
+                        ("model and its task", [identity["files"], earlier["files"]])):
+        now, then = json.loads(json.dumps(sides))  # tuples become lists
+        changed = sorted(name for name in now.keys() | then.keys()
+                         if now.get(name) != then.get(name))
+        if changed:
+            raise ValueError(f"a resumed run must keep its {what}, changed are"
+                             f" {', '.join(changed)}; try another --out")
     if identity["prompts"] != earlier["prompts"]:
         new, old = identity["prompts"]["first"], earlier["prompts"]["first"]
         differing = [*map(operator.ne, new, old), True].index(True)
@@ -70,16 +76,6 @@ def refuse_another_run(config: Any, identity: dict[str, Any], earlier: dict[str,
                          f" now, such as {new[there]!r} in place of {old[there]!r}. A chat template"
                          ' can write the date: try --chat-template-args \'{"date_string": "..."}\','
                          " with the name that the template gives it")
-
-
-def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Raises: ValueError that names the values which are not as in the run's config.json."""
-    now, before = json.loads(json.dumps([now, before]))  # tuples become lists
-    changed = sorted(name for name in now.keys() | before.keys()
-                     if now.get(name) != before.get(name))
-    if changed:
-        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
-                         " try another --out")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, 
 def test_the_rotary_table_that_all_layers_share_is_compared_once(tmp_path):
     policy = policy_of(tmp_path, "Qwen2", num_hidden_layers=4)
     with started(tmp_path, policy) as engine:
-        assert len([each for each in checks_of(engine).buffers.first if each.endswith("cos_sin_cache")]) == 1
+        assert len([name for name in checks_of(engine).buffers if name.endswith("cos_sin_cache")]) == 1
 
 
 GPU = [pytest.mark.gpu, pytest.mark.own_process]

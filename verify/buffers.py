@@ -5,7 +5,6 @@ from torch import Tensor
 
 from engine_adapter import Engine
 from verify.proof import renaming
-from vllm_cases import WeightLoadError
 
 
 def buffers(engine: Engine) -> dict[str, Tensor]:
@@ -22,20 +21,9 @@ def buffers(engine: Engine) -> dict[str, Tensor]:
             if tensor.untyped_storage().data_ptr() not in memory}
 
 
-class Buffers:
-    """Copies of the first ones, before any load."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.first = {name: tensor.clone() for name, tensor in buffers(engine).items()}
-
-    def check(self) -> None:
-        """Raises: WeightLoadError that names those which differ from the first ones."""
-        now, first = buffers(self.engine), self.first
-        same = {name for name in now.keys() & first.keys() if torch.equal(now[name], first[name])}
-        # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
-        changed = (now.keys() | first.keys()) - same
-        if changed:
-            raise WeightLoadError(f"after load {self.engine.weight_version} buffers of the engine"
-                                  " differ from those at its start:"
-                                  f" {', '.join(sorted(changed))}")
+def changed_buffers(engine: Engine, first: dict[str, Tensor]) -> set[str]:
+    """The names of those that differ from the `first` ones, which were copied before any load."""
+    now = buffers(engine)
+    same = {name for name in now.keys() & first.keys() if torch.equal(now[name], first[name])}
+    # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
+    return (now.keys() | first.keys()) - same

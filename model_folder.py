@@ -278,18 +278,17 @@ def check_loaded(path: str, model: torch.nn.Module, report: dict[str, Any]) -> N
 def check_left_out(path: str, model: torch.nn.Module, unexpected: set[str]) -> None:
     """Print what the checkpoint has and the model has not, such as towers for pictures and sound.
 
-    `unexpected`: as transformers reports them, without what the class ignores. Raises: ValueError
-    if a tensor of the model is beside a scale of its own, or if a layer, or a tensor of a layer,
-    would be lost.
+    `unexpected`: as transformers reports them, without what the class ignores, such as layers for
+    multi-token prediction. Raises: ValueError if a tensor of the model is beside a scale of its
+    own, or if a layer, or a tensor of a layer, would be lost.
     """
     names, kind = tensor_names(path), type(model).__name__
     own = {*names.values()}
     if scales := unexpected & {name + end for name in own for end in ("_scale", "_scale_inv")}:
         raise ValueError("model must not be quantised (it is trained), the checkpoint in"
                          f" {path} has {min(scales)} and {len(scales) - 1} more scales")
-    beside, is_further = {*map(module_of, model.state_dict())}, for_further_tokens(model.config)
-    if lost := {name for name in unexpected
-                if module_of(name) in beside and not is_further.search(name)}:
+    beside = {*map(module_of, model.state_dict())}
+    if lost := {name for name in unexpected if module_of(name) in beside}:
         raise ValueError("model must have all layers and all tensors of a layer, the checkpoint"
                          f" in {path} has {min(lost)} and {len(lost) - 1} more, which"
                          " config.json leaves out (num_hidden_layers, attention_bias or"
@@ -299,17 +298,6 @@ def check_left_out(path: str, model: torch.nn.Module, unexpected: set[str]) -> N
     if unexpected:
         print(f"{len(unexpected)} tensors of the checkpoint that {kind} does not have:"
               f" {', '.join(sorted(unexpected)):.300}")
-
-
-def for_further_tokens(config: Any) -> re.Pattern:
-    """Names of tensors for multi-token prediction: of a module mtp, or of layers that `config`
-    promises at the end. No class of the trainer has them.
-    """
-    promised = [value for key, value in vars(config).items()
-                if re.search("mtp|nextn", key) and type(value) is int]
-    first = config.num_hidden_layers
-    numbers = map(str, range(first, first + max(promised, default=0)))
-    return re.compile(rf"mtp|\blayers\.({'|'.join(numbers)})\.")
 
 
 def module_of(name: str) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-# The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
-ALLOWED_VLLM = (0, 26), (0, 33)
+# The tests run on 0.32; docs/models.md has the others.
+ALLOWED_VLLM = SpecifierSet(">=0.26,<0.34")
 # The canary's rows, beside those of a run, and the fewest tokens of one.
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 CANARY_TOKENS = CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS
@@ -58,11 +59,9 @@ def check_vllm_version(allow_untested: bool = False) -> str:
     own = installed[0].version
     if allow_untested:
         return own
-    lowest, highest = ALLOWED_VLLM
-    if not lowest <= tuple(map(int, own.split(".")[:2])) <= highest:
-        raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
-                         f" move), got {own}; install one of them or try"
-                         " --allow-untested-vllm")
+    if not ALLOWED_VLLM.contains(own, prereleases=True):
+        raise ValueError(f"vLLM must be {ALLOWED_VLLM} (its inner interfaces move), got {own};"
+                         " install one of them or try --allow-untested-vllm")
     torch_version = version("torch")
     for needed in map(Requirement, installed[0].requires or ()):
         here = needed.marker is None or needed.marker.evaluate({"extra": ""})

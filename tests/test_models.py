@@ -119,9 +119,9 @@ LACKS = "1 tensors of the checkpoint that {} does not have: {}\n"
 
 
 @parametrize("name, options, more, said", [
-    ("Glm4Moe", {"num_nextn_predict_layers": 1}, ["model.layers.2.self_attn.q_proj.weight"], LACKS),
-    # The class ignores them: for multi-token prediction.
-    ("Qwen3_5Text", {"mtp_num_hidden_layers": 1}, ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"], ""),
+    # The classes ignore them: for multi-token prediction.
+    ("Qwen3_5Text", {}, ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"], ""),
+    ("Glm4Moe", {}, ["model.layers.46.eh_proj.weight", "model.layers.46.self_attn.q_proj.weight"], ""),
     ("Llama", {}, ["model.layers.0.self_attn.rotary_emb.inv_freq"], ""),
     ("Llama", {}, ["value_head.weight"], LACKS),
     ("GPT2", {}, ["h.0.attn.bias"], ""),  # a mask

@@ -29,7 +29,6 @@ from functools import cache
 from io import StringIO
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
@@ -209,29 +208,26 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
-def start(run: Run) -> BaseProcess:
-    """Start the run in a process of its own."""
-    context = get_context("spawn" if GPU else "forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
-    run.log.touch()
-    print(f"{run.folder.name} starts; its lines go to {run.log}")
-    process = context.Process(target=execute, args=(run,))
-    process.start()
-    return process
-
-
 def run_all(runs: list[Run], jobs: int) -> Errors:
-    """Run what has not finished, `jobs` at a time. Returns the errors of the runs that crashed."""
+    """Run what has not finished, `jobs` at a time, each in a process of its own.
+
+    Returns the errors of the runs that crashed.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
+    context = get_context("spawn" if GPU else "forkserver")
+    context.set_forkserver_preload(IMPORTED)
     pending = [run for run in runs if not run.finished]
     total, running, crashed = len(pending), {}, {}
     started = time.monotonic()
     while pending or running:
         while pending and len(running) < jobs:
             run = pending.pop(0)
-            process = start(run)
+            run.log.parent.mkdir(parents=True, exist_ok=True)
+            run.log.touch()
+            print(f"{run.folder.name} starts; its lines go to {run.log}")
+            process = context.Process(target=execute, args=(run,))
+            process.start()
             running[process.sentinel] = run, process
         run, process = running.pop(wait(running)[0])
         process.join()

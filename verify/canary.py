@@ -99,18 +99,6 @@ def compared(
     return Compared(rollouts, logprobs_of(rollouts, policy), reported)
 
 
-def average_and_attempts(engine: Engine) -> tuple[Callable[[Tensor], Tensor], int]:
-    """The average of |trainer - engine|, and the number of attempts with other prompts.
-
-    In a mixture rounding can send a token to another expert, and one such token can differ by
-    several nats. In 16 bits there are a few, which the median bears; in fp32 other prompts rarely
-    have such a tie.
-    """
-    is_mixture = bool(expert_layers(engine))
-    median = is_mixture and engine.dtype != torch.float32
-    return Tensor.median if median else Tensor.mean, 1 + is_mixture
-
-
 def scaled_length(engine: Engine) -> int:
     """Length of a prompt that passes the model's original context; 0 if none can.
 
@@ -158,10 +146,12 @@ class Canary:
         measures another one, because rounding grows with the logits.
         """
         engine, limit, first = self.engine, self.nats, not self.loads
-        average, attempts = average_and_attempts(engine)
-        ties = UNMEASURED * (attempts > 1)  # of a mixture, in fp32 too: they widen a step's mean
-        if self.is_measured:
-            attempts = 1  # `measure` has other prompts
+        # Rounding can send a token of a mixture to another expert, and one such token can differ by
+        # several nats. In 16 bits there are a few, which the median bears; in fp32 other prompts
+        # rarely have such a tie.
+        is_mixture = bool(expert_layers(engine))
+        average = Tensor.median if is_mixture and engine.dtype != torch.float32 else Tensor.mean
+        attempts = 1 if self.is_measured else 1 + is_mixture  # `_measure` has other prompts
         for prompt_seed in range(attempts):
             both = compared(engine, policy, of_length, prompt_seed)
             difference = average((both.trainer - both.engine).abs()).item()
@@ -170,6 +160,7 @@ class Canary:
         if self.is_measured and not difference <= limit:
             difference, limit = self._measure(policy, both, of_length, average)
             limit = max(NATS, limit)
+        ties = UNMEASURED * is_mixture  # in fp32 too: they widen a step's mean
         self.limit = max(self.limit, limit, ties)
         if first:
             where = f"canary after {of_length} tokens" if of_length else "canary"

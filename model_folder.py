@@ -5,7 +5,6 @@ vLLM and transformers read. Of a multimodal model the text model alone is read, 
 has nothing else. Code from a folder is never run. docs/models.md has the architectures.
 """
 
-import json
 import os
 import re
 import shutil
@@ -279,45 +278,26 @@ def check_loaded(path: str, model: torch.nn.Module, report: dict[str, Any]) -> N
 def check_left_out(path: str, model: torch.nn.Module, unexpected: set[str]) -> None:
     """Print what the checkpoint has and the model has not, such as towers for pictures and sound.
 
-    transformers leaves out of `unexpected`, its own report, what the class ignores.
-    Raises: ValueError if a tensor of the model is beside a scale of its own, or if a layer, or a
-    tensor of a layer, would be lost.
+    `unexpected`: as transformers reports them, without what the class ignores, such as layers for
+    multi-token prediction. Raises: ValueError if a tensor of the model is beside a scale of its
+    own, or if a layer, or a tensor of a layer, would be lost.
     """
-    names, held, kind = tensor_names(path), model.state_dict().keys(), type(model).__name__
-    own, is_further = {*names.values()}, for_further_tokens(model.config).search
-    absent = {name for name in own - held if f"{model.base_model_prefix}.{name}" not in held}
-    further = {*filter(is_further, absent)}
-    ignored = "|".join(model._keys_to_ignore_on_load_unexpected)
-    silent = {name for name in absent if ignored and re.search(ignored, name)}
-    unexpected = {name for name in silent | {*unexpected} if not is_further(name)}
+    names, kind = tensor_names(path), type(model).__name__
+    own = {*names.values()}
     if scales := unexpected & {name + end for name in own for end in ("_scale", "_scale_inv")}:
         raise ValueError("model must not be quantised (it is trained), the checkpoint in"
                          f" {path} has {min(scales)} and {len(scales) - 1} more scales")
-    beside = {*map(module_of, held)}
-    if lost := {name for name in unexpected - silent if module_of(name) in beside}:
+    beside = {*map(module_of, model.state_dict())}
+    if lost := {name for name in unexpected if module_of(name) in beside}:
         raise ValueError("model must have all layers and all tensors of a layer, the checkpoint"
                          f" in {path} has {min(lost)} and {len(lost) - 1} more, which"
                          " config.json leaves out (num_hidden_layers, attention_bias or"
                          " num_nextn_predict_layers, say)")
     if own != names.keys():
         print(f"only the text model is trained, {kind}")
-    if further:
-        print(f"neither trained nor exported: {len(further)} tensors for multi-token"
-              f" prediction, {min(further)} to {max(further)}; copy them, if an engine needs them")
     if unexpected:
         print(f"{len(unexpected)} tensors of the checkpoint that {kind} does not have:"
               f" {', '.join(sorted(unexpected)):.300}")
-
-
-def for_further_tokens(config: Any) -> re.Pattern:
-    """Names of tensors for multi-token prediction: of a module mtp, or of layers that `config`
-    promises at the end. No class of the trainer has them.
-    """
-    promised = [value for key, value in vars(config).items()
-                if re.search("mtp|nextn", key) and type(value) is int]
-    first = config.num_hidden_layers
-    numbers = map(str, range(first, first + max(promised, default=0)))
-    return re.compile(rf"mtp|\blayers\.({'|'.join(numbers)})\.")
 
 
 def module_of(name: str) -> str:
@@ -348,8 +328,7 @@ def save(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
 def save_policy(run: Any, model: torch.nn.Module, folder: Path) -> None:
     """The policy of a train.Run. generation_config.json has all of its sampling but the length.
 
-    transformers' own top_k would be 50. transformers 4 takes its own default for the base of a
-    rotary table unless config.json says it.
+    transformers' own top_k would be 50.
     """
     from transformers import GenerationConfig
 
@@ -361,10 +340,3 @@ def save_policy(run: Any, model: torch.nn.Module, folder: Path) -> None:
         eos_token_id=list(sampling.stop_token_ids), pad_token_id=tokenizer.pad_token_id)
     save(model, tokenizer, folder)
     model.generation_config = before
-    file = folder / "config.json"
-    config = read_json(file)
-    table = config.get("rope_parameters") or {}
-    if table.get("rope_type") == "default":
-        file.write_text(json.dumps(config | {"rope_theta": table["rope_theta"]}, indent=2) + "\n")
-    elif table:
-        print(f"transformers 4 would read {folder} with other rotary tables; use version 5")

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-# The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
-ALLOWED_VLLM = (0, 26), (0, 33)
+# The tests run on 0.32; docs/models.md has the others.
+ALLOWED_VLLM = SpecifierSet(">=0.26,<0.34")
 # The canary's rows, beside those of a run, and the fewest tokens of one.
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 CANARY_TOKENS = CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS
@@ -58,11 +59,9 @@ def check_vllm_version(allow_untested: bool = False) -> str:
     own = installed[0].version
     if allow_untested:
         return own
-    lowest, highest = ALLOWED_VLLM
-    if not lowest <= tuple(map(int, own.split(".")[:2])) <= highest:
-        raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
-                         f" move), got {own}; install one of them or try"
-                         " --allow-untested-vllm")
+    if not ALLOWED_VLLM.contains(own, prereleases=True):
+        raise ValueError(f"vLLM must be {ALLOWED_VLLM} (its inner interfaces move), got {own};"
+                         " install one of them or try --allow-untested-vllm")
     torch_version = version("torch")
     for needed in map(Requirement, installed[0].requires or ()):
         here = needed.marker is None or needed.marker.evaluate({"extra": ""})
@@ -86,14 +85,9 @@ def check_machine(allow_untested: bool) -> tuple[str, bool]:
 
     on_gpu = current_platform.is_cuda_alike()
     if on_gpu != torch.cuda.is_available():
-        advice = "one is a CPU build: make a fresh .venv"
-        if torch.version.cuda:
-            try:
-                torch.cuda.init()
-            except RuntimeError as error:
-                advice = (f"torch says: {reason(error)}; see the driver (nvidia-smi), and"
-                          f" CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
-        raise RuntimeError(f"torch and vLLM see different devices, {advice}")
+        raise RuntimeError("torch and vLLM see different devices: one is a CPU build (make a fresh"
+                           " .venv), or torch cannot use the GPU (see nvidia-smi, and the variable"
+                           " CUDA_VISIBLE_DEVICES)")
     return vllm_version, on_gpu
 
 
@@ -180,21 +174,18 @@ def latent_attention(config: Any, on_gpu: bool) -> Any:
 def _rotate_natively(model: Any) -> None:
     """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek.
 
-    Each layer is looked at once, in the first canary.
+    A layer's queries have one shape, which its first call shows.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    hooks = {}
-
     def look(module: Any, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
-        hooks.pop(module).remove()
         query = arguments[1] if len(arguments) > 1 else by_name["query"]
         if query.ndim == 3:
             module._forward_method = module.forward_native  # vLLM's name for what it calls
 
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            hooks[module] = module.register_forward_pre_hook(look, with_kwargs=True)
+            module.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def tied_heads(engine: Any) -> set[str]:

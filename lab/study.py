@@ -29,7 +29,6 @@ from functools import cache
 from io import StringIO
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
@@ -43,16 +42,14 @@ import train
 from lab.cells import METRICS, PANELS, SHOWN, STUDIES, Rows
 from report.curves import draw_figure, over_steps
 from report.errors import (
-    MANY,
     end_of_process,
     exit_with_message,
     locked,
-    print_each_line_at_once,
     replace_file,
     stage,
-    within,
 )
 from report.files import read_json, read_rows, refuse_another_run
+from report.ranges import Count, check_ranges
 from tasks.job import teach_toy
 from tasks.problem_files import load_task
 from train import Config, new_run
@@ -81,10 +78,10 @@ class Options:
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = (0,)
-    steps: int | None = None  # Of a run; if not given, those of the study.
+    steps: Count | None = None  # Of a run; if not given, those of the study.
     # Runs at the same time; they share the CPU threads. If not given, one; two of the ladder on a
     # CPU. On a GPU vLLM's sleep asserts that the memory in use falls.
-    jobs: int | None = None
+    jobs: Count | None = None
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them. The study sets --out and --seed.
     train_args: str = ""
@@ -94,7 +91,7 @@ class Options:
     narrow: bool = False  # Means alone, in aligned columns, for a terminal.
 
     def __post_init__(self):
-        within(self, 1, MANY, "steps", "jobs")
+        check_ranges(self)
         if self.print is None and self.study not in STUDIES:
             raise ValueError(f"study must be one of {', '.join(STUDIES)} (others are in the commit"
                              " of their record, gpu and bench in 4d0d4e9), got"
@@ -127,6 +124,14 @@ class Run(NamedTuple):
         return (self.folder / MARK).exists()
 
     @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    @property
+    def record(self) -> Record:
+        return read_json(self.folder / "config.json")
+
+    @property
     def rows(self) -> Rows:
         return read_rows(self.folder / "metrics.jsonl")
 
@@ -147,8 +152,9 @@ def runs_of(options: Options, out: Path) -> list[Run]:
 def check_task(config: Config) -> None:
     """Raises: ValueError if the seed does not decide the problems: nothing would be paired."""
     with redirect_stdout(StringIO()):
-        one, other = (load_task(config.task, config.seed, config.data) for _ in range(2))
-    if one.fingerprint != other.fingerprint:
+        fingerprints = {load_task(config.task, config.seed, config.data).fingerprint
+                        for _ in range(2)}
+    if len(fingerprints) > 1:
         raise ValueError(f"task must give a study the same problems in each run, {config.task}"
                          " draws others; try the generator that `sample` gets")
 
@@ -167,10 +173,9 @@ def check_finished(runs: list[Run]) -> None:
         names = "seed", "model", "task", "max_new_tokens", "data"
         job = {name: getattr(run.config, name) for name in names}
         with stage(f"comparing the finished run {run.folder} with this call"):
-            record = read_json(run.folder / "config.json")
             now = identity_now(Config(steps=0, **job))
-            files = record["files"] | now["files"]  # those of options, such as an adapter's
-            refuse_another_run(run.config, now | {"files": files}, record)
+            files = run.record["files"] | now["files"]  # those of options, such as an adapter's
+            refuse_another_run(run.config, now | {"files": files}, run.record)
 
 
 def identity_of(config: Config) -> Record:
@@ -188,10 +193,9 @@ def execute(run: Run) -> None:
     """
     Thread(target=_end_with_the_study, daemon=True).start()
     gc.freeze()  # vLLM collects garbage five times while it starts, else in all imported modules
-    with open(f"{run.folder}.log", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    print_each_line_at_once()
+    with run.log.open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
     shutil.rmtree(run.folder, ignore_errors=True)  # not finished
     with end_of_process():
         train.main(run.words)
@@ -204,40 +208,37 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
-def start(run: Run) -> BaseProcess:
-    """Start the run in a process of its own."""
-    context = get_context("spawn" if GPU else "forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{run.folder}.log").touch()
-    print(f"{run.folder.name} starts; its lines go to {run.folder}.log")
-    process = context.Process(target=execute, args=(run,))
-    process.start()
-    return process
-
-
 def run_all(runs: list[Run], jobs: int) -> Errors:
-    """Run what has not finished, `jobs` at a time. Returns the errors of the runs that crashed."""
+    """Run what has not finished, `jobs` at a time, each in a process of its own.
+
+    Returns the errors of the runs that crashed.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
+    context = get_context("spawn" if GPU else "forkserver")
+    context.set_forkserver_preload(IMPORTED)
     pending = [run for run in runs if not run.finished]
     total, running, crashed = len(pending), {}, {}
     started = time.monotonic()
     while pending or running:
         while pending and len(running) < jobs:
             run = pending.pop(0)
-            process = start(run)
-            running[process.sentinel] = run.folder, process
-        folder, process = running.pop(wait(running)[0])
+            run.log.parent.mkdir(parents=True, exist_ok=True)
+            run.log.touch()
+            print(f"{run.folder.name} starts; its lines go to {run.log}")
+            process = context.Process(target=execute, args=(run,))
+            process.start()
+            running[process.sentinel] = run, process
+        run, process = running.pop(wait(running)[0])
         process.join()
-        lines = Path(f"{folder}.log").read_text(errors="replace").strip().split("\n")
-        outcome = "finished"
-        if process.exitcode != 0:
-            crashed[folder.name] = f"exit status {process.exitcode}: {lines[-1][:200]}"
-            outcome = f"CRASHED, {crashed[folder.name]}"
+        lines = run.log.read_text(errors="replace").strip().split("\n")
+        name, outcome = run.folder.name, "finished"
+        if process.exitcode:
+            crashed[name] = f"exit status {process.exitcode}: {lines[-1][:200]}"
+            outcome = f"CRASHED, {crashed[name]}"
         left = len(pending) + len(running)
         minutes = (time.monotonic() - started) / 60
-        print(f"[{total - left}/{total}] {folder.name}: {outcome} | {minutes:.1f} min,"
+        print(f"[{total - left}/{total}] {name}: {outcome} | {minutes:.1f} min,"
               f" about {minutes / (total - left) * left:.1f} left")
         for line in lines:
             if "WITHOUT EFFECT" in line:
@@ -262,39 +263,39 @@ def run_study(options: Options, command: str) -> tuple[Path, Errors]:
         if not finished:
             sys.exit(f"error: no run has finished; the logs are in {out / 'runs'}")
         record = {"study": options.study, "command": command, "crashed": crashed}
-        record |= where_from(finished) | figures_of(options.study, finished)
+        record |= record_of(options.study, finished)
         replace_file(path, json.dumps(record, indent=1))
         draw(finished, path.with_suffix(".png"))
     return path, crashed
 
 
 # ---------------------------------------------------------------------------------- the record
-def figures_of(study: str, runs: list[Run]) -> Record:
-    """Of finished runs: options, seeds and metrics by cell."""
+def record_of(study: str, runs: list[Run]) -> Record:
+    """Of finished runs: where they come from; options, seeds and metrics by cell."""
     workload, studied = STUDIES[study]
-    cells = {}
-    for run in runs:
-        audit = read_json(run.folder / "config.json")["audit"]
-        new = {"engine": audit, "seeds": [], "metrics": {name: [] for name in METRICS}}
+    records, cells = [run.record for run in runs], {}
+    for run, record in zip(runs, records, strict=True):
+        new = {"engine": record["audit"], "seeds": [], "metrics": {name: [] for name in METRICS}}
         cell = cells.setdefault(run.cell, studied[run.cell]._asdict() | new)
         cell["seeds"].append(run.config.seed)
+        rows = run.rows
         for name, values in cell["metrics"].items():
-            values.append(METRICS[name].measure(run.rows))
-    columns = {name: (metric.title, metric.form) for name, metric in METRICS.items()}
-    return {"workload": workload, "columns": columns, "cells": cells}
+            values.append(METRICS[name].measure(rows))
+    versions = {name: distinct(record["versions"][name] for record in records)
+                for name in records[0]["versions"]}
+    return {
+        "device": distinct(record["device"] for record in records),
+        "commit": distinct(record["commit"] for record in records),
+        "versions": versions,
+        "dirty": any(record["dirty"] for record in records),
+        "workload": workload,
+        "columns": {name: (metric.title, metric.form) for name, metric in METRICS.items()},
+        "cells": cells,
+    }
 
 
-def where_from(runs: list[Run]) -> Record:
-    """Each different device, commit and version of these runs."""
-    origins = [read_json(run.folder / "config.json") for run in runs]
-    record = {name: distinct(origin[name] for origin in origins) for name in ("device", "commit")}
-    versions = {name: distinct(origin["versions"][name] for origin in origins)
-                for name in origins[0]["versions"]}
-    return record | {"versions": versions, "dirty": any(origin["dirty"] for origin in origins)}
-
-
-def distinct(values: Iterable[Any]) -> str:
-    return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
+def distinct(values: Iterable[str | None]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, values)))
 
 
 # ---------------------------------------------------------------------------------- the table
@@ -350,15 +351,14 @@ def report(record: Record, names: list[str], metrics: list[str], narrow: bool) -
     rows = [["cell", "seeds", "baseline", *heads]]
     rows.append(["---"] * len(rows[0]))
     for name in names:
-        cell = cells[name]
-        base = cell["baseline"]
-        if base == name or base not in cells:
+        cell, base = cells[name], cells[name]["baseline"]
+        if base not in cells.keys() - {name}:
             base = ""
-        theirs = cells.get(base, {"seeds": [], "metrics": {}})
-        rows.append([name, str(len(cell["seeds"])), base])
+        row = [name, str(len(cell["seeds"])), base]
         for metric, (_, form) in columns.items():
-            ours = by_seed(cell, metric)
-            rows[-1].append(text_of(form, ours, by_seed(theirs, metric), narrow))
+            theirs = by_seed(cells[base], metric) if base else {}
+            row.append(text_of(form, by_seed(cell, metric), theirs, narrow))
+        rows.append(row)
     how = ("Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
            " seeds ± half of its 95 % interval.")
     if narrow:
@@ -378,7 +378,7 @@ def report(record: Record, names: list[str], metrics: list[str], narrow: bool) -
 # ---------------------------------------------------------------------------------- the picture
 def draw(runs: list[Run], path: Path) -> None:
     """A line for each run, in the colour of its cell."""
-    figure = over_steps(PANELS.values(), 3, (16, 9))
+    figure = over_steps(PANELS.values(), (16, 9))
     colours = {}
     for run in runs:
         label = run.cell if run.cell not in colours else None

@@ -15,13 +15,12 @@ PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
 }  # fmt: skip
 
 
-def over_steps(titles: Collection[str], columns: int, size: tuple[float, float]) -> Any:
-    """A figure of `size` inches with an axis for each title, logarithmic if the title says so."""
+def over_steps(titles: Collection[str], size: tuple[float, float]) -> Any:
+    """A figure of `size` inches with two rows of axes, logarithmic where the title says so."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    for number, title in enumerate(titles, 1):
-        axis = figure.add_subplot(-(-len(titles) // columns), columns, number)
+    for axis, title in zip(figure.subplots(2, len(titles) // 2).flat, titles, strict=True):
         axis.set(title=title, xlabel="step")
         if "(log)" in title:
             axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
@@ -39,7 +38,7 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
     if not metrics["step"] or "eval_reward" not in metrics:
         return
     rows = read_rows(out / "metrics.jsonl")
-    figure = over_steps(PANELS, 4, (17, 7))
+    figure = over_steps(PANELS, (17, 7))
     for axis, names in zip(figure.axes, PANELS.values(), strict=True):
         for name in names:
             marker = "o" if name.startswith("eval_") else ""

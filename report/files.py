@@ -27,24 +27,24 @@ DESCRIBED = subprocess.run(
 READABLE = "tensors, numbers, texts, lists and dictionaries alone (--resume reads no others)"
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, commit (None outside a repository), whether tracked files were changed, device."""
-    commit, _, dirty = DESCRIBED.partition("-")
-    versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
-    versions["python"] = sys.version.split()[0]
-    name = f"CPU, {torch.get_num_threads()} threads"
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    return {"versions": versions, "device": name, "commit": commit or None,
-            "dirty": bool(dirty) if commit else None}
-
-
 def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
-    """config.json: options, what is in force on both sides, versions, problems, digests."""
-    task, record = run.task, provenance()
-    record["versions"]["vllm"] = engine.vllm_version
+    """config.json: versions, device and commit, options, what is in force on both sides, problems,
+    digests.
+
+    Outside a repository commit and dirty (whether tracked files were changed) are None.
+    """
+    task = run.task
+    versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
+    versions |= {"python": sys.version.split()[0], "vllm": engine.vllm_version}
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    commit, _, dirty = DESCRIBED.partition("-")
     evaluated = min(len(task.held_out), run.config.eval_problems)
-    return record | run.identity | {
+    return {
+        "versions": versions, "device": device, "commit": commit or None,
+        "dirty": bool(dirty) if commit else None,
+        **run.identity,
         "audit": engine.settings,
         "trainer": trainer | {"model_path": run.folder},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
@@ -53,54 +53,29 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
     }
 
 
-def refuse_another_run(
-    config: Any, identity: dict[str, Any], earlier: dict[str, Any]
-) -> None:
+def refuse_another_run(config: Any, identity: dict[str, Any], earlier: dict[str, Any]) -> None:
     """`earlier`: the record or a checkpoint of a run. Raises: ValueError if one of these options
     and this `identity` is another one.
     """
     free = config.flat().keys() - config.experiment.keys()
     before = config.defaults() | earlier["config"]  # an option can be younger than the run
-    refuse_other_rates(config, before)
     before = {name: value for name, value in before.items() if name not in free}
-    refuse_changes("options", config.experiment, before)
-    refuse_changes("model and its task", identity["files"], earlier["files"])
-    refuse_other_prompts(identity["prompts"], earlier["prompts"])
-
-
-def refuse_other_rates(config: Any, before: dict[str, Any]) -> None:
-    """Raises: ValueError if the run to be resumed has other learning rates at its steps."""
-    now = config.steps, config.lr_decay
-    then = before["steps"], before["lr_decay"]
-    if now != then and "linear" in (config.lr_decay, before["lr_decay"]):
-        raise ValueError(
-            f"steps and lr_decay must stay {then} (the rate of each step depends on both, and a"
-            f" linear one ends at 0), got {now}; try a new run with --model {config.out}/policy, or"
-            " a folder in checkpoints/ of an unfinished run, and another --out (optimizer and KL"
-            " reference start anew)")
-
-
-def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Raises: ValueError that names the values which are not as in the run's config.json."""
-    now, before = json.loads(json.dumps([now, before]))  # tuples become lists
-    changed = sorted(name for name in now.keys() | before.keys()
-                     if now.get(name) != before.get(name))
-    if changed:
-        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
-                         " try another --out")
-
-
-def refuse_other_prompts(now: dict[str, str], before: dict[str, str]) -> None:
-    """Raises: ValueError if the prompts are not as in the run's config.json."""
-    if now == before:
-        return
-    new, old = now["first"], before["first"]
-    start = max(0, [*map(operator.ne, new, old), True].index(True) - 30)
-    there = slice(start, start + 60)
-    raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
-                     f" now, such as {new[there]!r} in place of {old[there]!r}. A chat template can"
-                     " write the date: try --chat-template-args"
-                     ' \'{"date_string": "..."}\', with the name that the template gives it')
+    for what, sides in (("options", [config.experiment, before]),
+                        ("model and its task", [identity["files"], earlier["files"]])):
+        now, then = json.loads(json.dumps(sides))  # tuples become lists
+        changed = sorted(name for name in now.keys() | then.keys()
+                         if now.get(name) != then.get(name))
+        if changed:
+            raise ValueError(f"a resumed run must keep its {what}, changed are"
+                             f" {', '.join(changed)}; try another --out")
+    if identity["prompts"] != earlier["prompts"]:
+        new, old = identity["prompts"]["first"], earlier["prompts"]["first"]
+        differing = [*map(operator.ne, new, old), True].index(True)
+        there = slice(max(0, differing - 30), differing + 30)
+        raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
+                         f" now, such as {new[there]!r} in place of {old[there]!r}. A chat template"
+                         ' can write the date: try --chat-template-args \'{"date_string": "..."}\','
+                         " with the name that the template gives it")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -142,12 +117,6 @@ def refuse_used_folder(run: Any) -> None:
                          " --resume or choose another --out")
 
 
-def check_readable(path: Path) -> None:
-    """Raises: ValueError that names the classes of what a resumed run would not read."""
-    if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        raise ValueError(f"a state_dict must have {READABLE}, got {', '.join(refused)}")
-
-
 def save_checkpoint(sides: Any, step: int) -> None:
     """checkpoints/step_N: the folder of a model, or of adapters, and state.pt with all the rest.
 
@@ -171,7 +140,8 @@ def save_checkpoint(sides: Any, step: int) -> None:
             raise error.__context__ or error from None
         except (PicklingError, AttributeError, TypeError) as error:  # a lambda, a generator, a lock
             raise ValueError(f"a state_dict must have {READABLE}, got another: {error}") from None
-        check_readable(unfinished / "state.pt")
+        if refused := torch.serialization.get_unsafe_globals_in_checkpoint(unfinished / "state.pt"):
+            raise ValueError(f"a state_dict must have {READABLE}, got {', '.join(refused)}")
         unfinished.rename(folder)
     for old in checkpoints(run.out)[:-2]:
         shutil.rmtree(old)

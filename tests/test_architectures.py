@@ -36,7 +36,7 @@ from extras.prompts_once import policy_options
 from extras.sampling_mask import kept_sets
 from model_folder import attention_for
 from rl import Policy, make_batch
-from verify import canary, own_noise
+from verify import canary
 from verify.parity import Widened, twice_as_precise
 from verify.proof import differing
 from vllm_cases import WeightLoadError
@@ -193,11 +193,14 @@ def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, name, dtype, fla
 
 
 @pytest.mark.parametrize("on_gpu, load, times", [(False, 1, 2), (True, 1, 3), (True, 2, 4)])
-def test_the_canarys_limit_in_16_bits_is_a_multiple_of_the_noise(on_gpu, load, times):
-    engine = SimpleNamespace(on_gpu=on_gpu, settings={"head_dtype": "float32"})
+def test_the_canarys_limit_in_16_bits_is_a_multiple_of_the_noise(monkeypatch, on_gpu, load, times):
     ours = torch.ones(4, 72)
-    sides = own_noise.Compared(lambda **_: ours - 0.5, ours, ours - 0.75)
-    assert own_noise.measure(engine, sides, lambda *_: sides, torch.mean, load == 1) == (0.75, 0.5 * times)
+    monkeypatch.setattr(canary, "logprobs_of", lambda *_: ours - 0.5)  # the precise values
+    one = canary.Canary(SimpleNamespace(
+        on_gpu=on_gpu, dtype=SIXTEEN, parity=ParityFlags(), settings={"head_dtype": "float32"}))  # fmt: skip
+    one.loads = load - 1
+    both = canary.Compared([], ours, ours - 0.75)
+    assert one._measure(Policy(small_model("Qwen2")), both, 0, torch.mean) == (0.75, 0.5 * times)
 
 
 @pytest.mark.engine
@@ -250,7 +253,7 @@ def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name
     name, changes, dtype, sentence, tmp_path, monkeypatch
 ):
     """By a GPU's limit, which is wider than a CPU's."""
-    monkeypatch.setattr(own_noise, "TIMES", own_noise.TIMES_ON_GPU)
+    monkeypatch.setattr(canary, "TIMES", canary.TIMES_ON_GPU)
     policy = policy_of(tmp_path, name, dtype=getattr(torch, dtype), **changes)
     with pytest.raises((ValueError, WeightLoadError), match=sentence), started(tmp_path, policy, block_size=32):
         pass

@@ -14,11 +14,11 @@ from torch import Tensor
 from engine_adapter import Engine, Sampling
 from report.errors import SMALLEST
 from report.ranges import Count, Range, check_ranges
-from rl import Policy, make_batch
+from rl import Policy
 from tasks import Problem
 from verify import batch, distribution  # noqa: F401
 from verify.agreement import agreement  # noqa: F401
-from verify.buffers import Buffers
+from verify.buffers import buffers, changed_buffers
 from verify.canary import Canary
 from verify.proof import differing
 from verify.settings import audit
@@ -48,7 +48,7 @@ class Checks:
     def __init__(self, engine: Engine, options: Options | None = None):
         self.engine, self.options = engine, options or Options()
         engine.settings |= audit(engine)
-        self.buffers = Buffers(engine)
+        self.buffers = {name: tensor.clone() for name, tensor in buffers(engine).items()}
         self.canary = Canary(engine, self.options.canary_nats)
         self.proofs = 0
 
@@ -72,7 +72,9 @@ class Checks:
             left = {re.sub(r"\.experts\..*", ".experts", name)
                     for name in (*report.not_compared, *report.not_given)}
             self.engine.settings["not_proven"] = sorted(left - tied_heads(self.engine))
-        self.buffers.check()
+        if changed := changed_buffers(self.engine, self.buffers):
+            raise WeightLoadError(f"after load {self.engine.weight_version} buffers of the engine"
+                                  f" differ from those at its start: {', '.join(sorted(changed))}")
         self.engine.passed("proof")
 
     def run_canary(self, policy: Policy) -> None:
@@ -88,6 +90,4 @@ class Checks:
         not_stated: Collection[str],
     ) -> None:
         """Before the first step. Raises: AuditError, as `distribution.check`."""
-        prompts = [problem.prompt_ids for problem in problems]
-        sampled = distribution.sampled(self.engine, prompts, sampling)
-        distribution.check(policy, self.engine, make_batch(sampled, policy.device), not_stated)
+        distribution.check(policy, self.engine, problems, sampling, not_stated)

@@ -9,8 +9,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine, Rollout, Sampling
-from rl import Batch, Policy
+from engine_adapter import Engine, Sampling
+from rl import Policy, make_batch
+from tasks import Problem
 from verify.canary import NATS
 from verify.head import checked_logits
 from verify.own_noise import UNMEASURED, attempted
@@ -19,30 +20,25 @@ from verify.settings import AuditError
 from vllm_cases import CANARY_NEW_TOKENS, CANARY_PROMPTS
 
 
-def sampled(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling
-) -> list[Rollout]:
-    """A few responses to the first of the prompts: too short to fill a block of V1's prefix cache.
-    """
-    length = min(32, engine.settings["block_size"]) - 1
-    beginnings = [prompt[:length] for prompt in prompts[: CANARY_PROMPTS]]
-    return engine.sample_beside(beginnings, CANARY_NEW_TOKENS, sampling)
-
-
 @torch.no_grad()
 def check(
-    policy: Policy, engine: Engine, batch: Batch, not_stated: Collection[str] = ()
+    policy: Policy, engine: Engine, problems: list[Problem], sampling: Sampling,
+    not_stated: Collection[str],
 ) -> None:
-    """Compare trainer and engine with the softmax of `sampled` rollouts in a batch.
+    """Sample a few responses to the first problems, and compare trainer and engine with the softmax
+    that `sampling` states.
 
-    Their Sampling states what is before the softmax. transformers' own head gives the logits. A
-    side that a switched-off fix changes is left out, and those of `not_stated`.
+    transformers' own head gives the logits. A side that a switched-off fix changes is left out, and
+    those of `not_stated`.
 
     Raises: AuditError that names the side whose distribution is not the stated one; ValueError if
     the trainer's head is not transformers'.
     """
-    sampling, response = batch.rollouts[0].sampling, batch.mask > 0  # (B, T)
-
+    length = min(32, engine.settings["block_size"]) - 1  # they fill no block of V1's prefix cache
+    prompts = [problem.prompt_ids[:length] for problem in problems[:CANARY_PROMPTS]]
+    rollouts = engine.sample_beside(prompts, CANARY_NEW_TOKENS, sampling)
+    batch = make_batch(rollouts, policy.device)
+    response = batch.mask > 0  # (B, T)
     stated = {name: getattr(sampling, name, off) for name, off in NEUTRAL.items()}
     targets = batch.targets[response]  # (N,)
 
@@ -56,12 +52,10 @@ def check(
 
     with policy.using(policy.send.engine_parameters()):
         scored = policy.logprobs(batch)  # (B, T)
-        precise = rounded = logprobs(checked_logits(policy, batch.inputs))
-        if policy.model.dtype in SIXTEEN:
-            precise = attempted(in_float32)
-    limit = UNMEASURED
+        rounded = logprobs(checked_logits(policy, batch.inputs))
+        precise = attempted(in_float32) if policy.model.dtype in SIXTEEN else rounded
     if precise is None:
-        precise = rounded
+        precise, limit = rounded, UNMEASURED
     else:
         # Medians, because in 16 bits single tokens can differ more. A right side's, of 12 tokens,
         # is up to 8 times the noise (in 2,000 trials).
@@ -70,11 +64,12 @@ def check(
     for side, of_side, is_fixed in (
             ("trainer", scored, parity.sampling_mask and "trainer" not in not_stated),
             ("engine", batch.behavior_logprobs, parity.processed_logprobs)):
+        if not is_fixed:
+            continue
         difference = (of_side[response] - precise).abs().median().item()
-        if is_fixed and not difference <= limit:
+        if not difference <= limit:
             raise AuditError(f"the {side}'s log-probabilities are not those of the stated"
                              f" distribution ({sampling}): they differ by {difference:.2e} nats,"
                              f" more than {limit:.1e}")
-        if is_fixed:
-            print(f"the {side} differs from the stated distribution by {difference:.1e} nats (limit"
-                  f" {limit:.1e})")
+        print(f"the {side} differs from the stated distribution by {difference:.1e} nats (limit"
+              f" {limit:.1e})")

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from rl import Batch, Policy
+from rl import Policy
 
 
 @torch.no_grad()
@@ -29,12 +29,9 @@ def checked_logits(policy: Policy, inputs: Tensor) -> Tensor:
 
 
 def check_head(policy: Policy) -> None:
-    """For a policy without an engine. Raises: ValueError, as `checked_logits`."""
+    """For a policy without an engine, and for a failed canary: a wrong head is not vLLM's fault.
+
+    Raises: ValueError, as `checked_logits`.
+    """
     ids = torch.arange(8, device=policy.device)[None] % len(policy.head.weight)
     checked_logits(policy, ids)
-
-
-def checked_body(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
-    """As `rl.row_by_row`, for a failed canary: it is not vLLM's fault if the head is wrong."""
-    checked_logits(policy, batch.inputs)
-    return policy.hidden(batch.inputs)[response]

@@ -5,6 +5,7 @@ vLLM and transformers read. Of a multimodal model the text model alone is read, 
 has nothing else. Code from a folder is never run. docs/models.md has the architectures.
 """
 
+import json
 import os
 import re
 import shutil
@@ -328,7 +329,8 @@ def save(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
 def save_policy(run: Any, model: torch.nn.Module, folder: Path) -> None:
     """The policy of a train.Run. generation_config.json has all of its sampling but the length.
 
-    transformers' own top_k would be 50.
+    transformers' own top_k would be 50. transformers 4 takes its own default for the base of a
+    rotary table unless config.json says it.
     """
     from transformers import GenerationConfig
 
@@ -340,3 +342,10 @@ def save_policy(run: Any, model: torch.nn.Module, folder: Path) -> None:
         eos_token_id=list(sampling.stop_token_ids), pad_token_id=tokenizer.pad_token_id)
     save(model, tokenizer, folder)
     model.generation_config = before
+    file = folder / "config.json"
+    config = read_json(file)
+    table = config.get("rope_parameters") or {}
+    if table.get("rope_type") == "default":
+        file.write_text(json.dumps(config | {"rope_theta": table["rope_theta"]}, indent=2) + "\n")
+    elif table:
+        print(f"transformers 4 would read {folder} with other rotary tables; use version 5")

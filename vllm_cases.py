@@ -85,9 +85,14 @@ def check_machine(allow_untested: bool) -> tuple[str, bool]:
 
     on_gpu = current_platform.is_cuda_alike()
     if on_gpu != torch.cuda.is_available():
-        raise RuntimeError("torch and vLLM see different devices: one is a CPU build (make a fresh"
-                           " .venv), or torch cannot use the GPU (see nvidia-smi, and the variable"
-                           " CUDA_VISIBLE_DEVICES)")
+        advice = "one is a CPU build: make a fresh .venv"
+        if torch.version.cuda:
+            try:
+                torch.cuda.init()
+            except RuntimeError as error:
+                advice = (f"torch says: {reason(error)}; see the driver (nvidia-smi), and"
+                          f" CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
+        raise RuntimeError(f"torch and vLLM see different devices, {advice}")
     return vllm_version, on_gpu
 
 

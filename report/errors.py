@@ -1,5 +1,6 @@
 """Rules of options, errors as sentences, a command's exit status, the lock of a run's folder."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,18 @@ def noted(note: str) -> Iterator[None]:
         raise
 
 
+def show(stream: Any, text: str) -> None:
+    """Write to a standard stream. Nobody reads it after its terminal or the pipe's reader has gone:
+    it then goes nowhere, and no run ends.
+    """
+    try:
+        type(stream).write(stream, text)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):  # such as on a full disk
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def print_each_line_at_once() -> None:
     """Also to a file or a pipe, so that a log is never behind and a kill loses no line.
 
@@ -65,6 +79,7 @@ def print_each_line_at_once() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # that of a notebook has no buffer
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
+            stream.write = partial(show, stream)
 
 
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

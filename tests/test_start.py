@@ -1,5 +1,6 @@
 """What is missing is said in a sentence; who else gets the numbers, and that no run ends because nobody gets them."""
 
+import errno
 import json
 import sys
 from types import SimpleNamespace
@@ -51,6 +52,24 @@ def test_a_tracker_that_fails_is_named_once_and_ends_no_run(good, tmp_path, monk
     assert said.count(f"{error.__name__}: its process has ended") == 1
 
 
+def test_a_run_whose_output_nobody_reads_goes_on_and_a_full_disk_is_an_error():
+    code = """
+import os, sys
+from report.errors import print_each_line_at_once
+for _ in range(2): print_each_line_at_once()
+for stream in (sys.stdout, sys.stderr):
+    read, write = os.pipe()
+    os.dup2(write, stream.fileno())
+    os.close(read)
+    print("nobody reads this", file=stream)
+    os.write(stream.fileno(), b"nor this")
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+try: print("no place for this")
+except OSError as error: os._exit(error.errno)
+"""
+    python("-c", code, status=errno.ENOSPC)
+
+
 def test_of_three_signals_the_first_ends_the_process():
     """The second comes while the first one is unwound, the third while Python ends."""
     code = """
@@ -68,12 +87,22 @@ with exit_with_message(2):
 
 
 @pytest.mark.engine
-def test_a_gpu_that_vllm_sees_and_torch_does_not_is_refused(monkeypatch):
+@pytest.mark.parametrize("build, said", [
+    (None, "one is a CPU build: make a fresh"), ("13.0", "torch says: No CUDA GPUs are .*_VISIBLE_DEVICES is ''"),
+])  # fmt: skip
+def test_a_gpu_that_torch_cannot_use_is_refused_with_torchs_own_reason(monkeypatch, build, said):
+    """vLLM's CUDA build finds it by its driver."""
     from vllm import platforms
+
+    def init():
+        raise RuntimeError("No CUDA GPUs are available")
 
     monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"one is a CPU build .*, or torch cannot use the GPU"):
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RuntimeError, match=said):
         check_machine(False)
 
 

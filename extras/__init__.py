@@ -18,6 +18,8 @@ from typing import Any
 
 import tyro
 
+from report.ranges import check_ranges
+
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --extra.lora.lora-rank
 HOOKS = {"check", "install"}
 MEANT = *HOOKS, "post_init"  # what a private method's name may have been
@@ -25,7 +27,9 @@ KINDS: list[type] = []
 
 
 class Extra:
-    """A frozen dataclass of options. The comment of a field is its help text."""
+    """A frozen dataclass of options. The comment of a field is its help text, and its type may have
+    the range of its values (report/ranges.py).
+    """
 
     may_change = ()  # names of its options that a resumed run may change
 
@@ -52,18 +56,25 @@ class Extra:
         """
 
 
-FILES = {path.stem: import_module(f"extras.{path.stem}")
-         for path in sorted(Path(__file__).parent.glob("[!_]*.py"))}
 OWN = {}
-for name, file in FILES.items():
+for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+    file = import_module(f"extras.{path.stem}")
     own = [kind for kind in KINDS if kind.__module__ == file.__name__]
     if len(own) != 1 or HOOKS & vars(file).keys():
-        raise SystemExit(f"error: {file.__file__} must have one class of extras.Extra, with its"
-                         " options and its hooks")
-    OWN[name] = own[0]
+        raise SystemExit(f"error: {path} must have one class of extras.Extra, with its options and"
+                         " its hooks")
+    OWN[path.stem] = own[0]
+
+
+def check_each(options: Any) -> None:
+    """The ranges in all files, so none has to call this. Raises: ValueError."""
+    for extra in vars(options).values():
+        check_ranges(extra)
+
+
 Options = make_dataclass(
     "Options", [(name, Flat[kind], field(default_factory=kind)) for name, kind in OWN.items()],
-    frozen=True)
+    frozen=True, namespace={"__post_init__": check_each})
 Options.__module__ = __name__  # for pickle
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from engine_adapter import Engine, Rollout, Source, reseed
 from extras import Extra
-from report.errors import MANY, within
+from report.ranges import MANY, Range
 from tasks import Problem
 from vllm_cases import EngineStateError
 
@@ -24,17 +24,14 @@ class Options(Extra):
     """Groups in flight."""
 
     # Groups in flight: N that stay unfinished while weights are loaded, besides the P of a step.
-    inflight_groups: int = 0
+    inflight_groups: Annotated[int, Range(0, MANY)] = 0
     # Largest staleness of a token in updates: a step waits for the groups that would become older.
-    max_staleness: int = 8
-
-    def __post_init__(self):
-        within(self, 0, MANY, "inflight_groups", "max_staleness")
-        if not self.inflight_groups and self.max_staleness != 8:
-            raise ValueError("max_staleness needs inflight_groups (without them nothing is stale);"
-                             " try --inflight-groups")
+    max_staleness: Annotated[int, Range(0, MANY)] = 8
 
     def check(self, config: Any) -> None:
+        if "max_staleness" in config.given and not self.inflight_groups:
+            raise ValueError("max_staleness needs inflight_groups (without them nothing is stale);"
+                             " try --inflight-groups")
         most = config.num_prompts * self.max_staleness
         if self.inflight_groups > most:
             raise ValueError("inflight_groups must be at most num_prompts * max_staleness ="

@@ -4,14 +4,15 @@ docs/objectives.md has the sources of the rules, and which published corrections
 """
 
 from collections.abc import Callable
-from math import exp, inf
-from typing import Any, Literal, NamedTuple
+from math import inf
+from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from extras import Extra
-from objectives import MAX_LOG_WEIGHT, OBJECTIVES, kl_k3, row_ratio, token_ratio
-from report.errors import LARGEST, SMALLEST, within
+from objectives import OBJECTIVES, kl_k3, row_ratio, token_ratio
+from report.ranges import SMALLEST, Positive, Range
 from rl import Batch
 
 
@@ -48,11 +49,16 @@ class Rejection(NamedTuple):
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What is rejected (B, T), bool, and the tokens that the loss's mean counts (B, T)."""
         mask = batch.mask
-        statistic = self.statistic(batch.old_logprobs, batch.behavior_logprobs, mask)
-        rejected = ((statistic < self.bounds[0]) | (statistic > self.bounds[1])) & (mask > 0)
+        rejected = self.outside(batch.old_logprobs, batch.behavior_logprobs, mask) & (mask > 0)
         if self.whole_rows:
             rejected = rejected.any(dim=1, keepdim=True) & (mask > 0)
         return rejected, mask * ~rejected if self.mean == "kept" else mask
+
+    def outside(self, *tensors: Tensor) -> Tensor:
+        """Whether the statistic of each token is outside the bounds."""
+        low, high = self.bounds
+        statistic = self.statistic(*tensors)
+        return (statistic < low) | (statistic > high)
 
 
 REJECTIONS: dict[str, Rejection] = {
@@ -76,15 +82,12 @@ class Options(Extra):
     """Rejection of what the backend changed most."""
 
     reject: Literal[("off", *REJECTIONS)] = "off"  # Rule by which tokens get no policy gradient.
-    reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's own.
+    # Smallest ratio that is kept; if not given, the rule's own.
+    reject_low: Annotated[float, Range(SMALLEST, 1)] | None = None
     # Largest ratio, or divergence, that is kept; if not given, the rule's own.
-    reject_high: float | None = None
+    reject_high: Positive | None = None
     # Tokens that the loss's mean counts; if not given, the rule's own.
     reject_mean: Literal["all", "kept"] | None = None
-
-    def __post_init__(self):
-        within(self, SMALLEST, LARGEST, "reject_high")
-        within(self, SMALLEST, 1, "reject_low")
 
     @property
     def rule(self) -> Rejection | None:
@@ -107,12 +110,10 @@ class Options(Extra):
                 raise ValueError("reject_low, reject_high and reject_mean need reject (without it"
                                  " they do nothing), got off")
             return
-        low, high = rule.bounds
-        usual, neutral = REJECTIONS[self.reject].bounds, 1.0
-        largest = exp(MAX_LOG_WEIGHT)  # of a ratio
-        if usual[0] == -inf:  # of a divergence
-            neutral, largest = 0.0, 1.0 if self.reject == "binary_tv" else inf
-        if not low <= neutral <= high or (low <= 1 / largest and high >= largest):
+        # The rule is tried on rows of a token: without a mismatch, and with 80 nats in each direction.
+        old, behavior = torch.tensor([[0.0, 0.0, -80.0], [0.0, -80.0, 0.0]])[..., None]  # (3, 1)
+        equal, *apart = rule.outside(old, behavior, torch.ones(3, 1))
+        if equal or not any(apart):
             raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
                              " ratio is 1, its divergence 0) and reject one of 80 nats, got"
                              f" {self.reject_low} and {self.reject_high} with {self.reject}")

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import Linear
 
 from extras import Extra
-from extras.shared.linear_layers import LazyWeights, only_linear_layers, replaced, rounded
+from extras.shared.linear_layers import LazyWeights, only_linear_layers, replaced
 from rl import EngineWeights
 
 ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")
+LARGEST_FP8 = 448.0  # of e4m3
 
 
 class Options(Extra):
@@ -25,7 +26,7 @@ class Options(Extra):
     rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
 
     def check(self, config: Any) -> None:
-        if self.rollout_weights != "own" and config.given & {"engine", "lora_rank", "adapter"}:
+        if self.rollout_weights != "own" and config.given & {"engine", "lora_rank"}:
             raise ValueError("rollout_weights must be own with engine transformers, and with"
                              " lora_rank (only full training with engine vllm rounds what it"
                              f" sends), got {self.rollout_weights}")
@@ -56,3 +57,20 @@ class RoundedWeights(EngineWeights):
 
     def engine_parameters(self) -> dict[str, Tensor]:
         return {name: self.rounded(each) for name, each in self.layers.items()}
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """The nearest values of the format, in the weight's dtype: (out, in) -> (out, in).
+
+    intK: scale * n with 2^(K - 1) - 1 steps of the scale in the largest value of a channel. fp8:
+    e4m3 with a scale such that the largest is the format's.
+    """
+    values = weight.float()
+    largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
+    if kind == "fp8":
+        scale = largest / LARGEST_FP8
+        nearest = (values / scale).to(torch.float8_e4m3fn).float()
+    else:
+        scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
+        nearest = (values / scale).round()
+    return (nearest * scale).to(weight.dtype)

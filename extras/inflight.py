@@ -210,20 +210,27 @@ class InflightEngine(Engine):
         Unfinished rollouts go on with weights that have not changed.
         """
         self._require("load", "awake", "ready")  # a load that is refused interrupts nothing
-        self._aborted = self._interrupt() if is_new_version else []
+        self._aborted = []
+        if is_new_version:
+            self._interrupt()
         super().load(weights, is_new_version)
 
     def passed(self, check: str) -> None:
-        """What the load has aborted starts again once the engine is ready."""
+        """What the load has aborted is submitted again once the engine is ready."""
         super().passed(check)
-        if self.state == "ready":
-            self._restart(self._aborted)
+        if self.state != "ready":
+            return
+        for rollout in self._aborted:
+            self.counters["tokens_wasted"] += len(rollout.token_ids)
+            for sampled in (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.kept):
+                sampled.clear()
+            self._submit([rollout])
 
-    def _interrupt(self) -> list[Rollout]:
-        """What a weight update does to unfinished rollouts; returns those that it aborts."""
+    def _interrupt(self) -> None:
+        """What a weight update does to unfinished rollouts."""
         if self.inflight_update == "abort":
-            return self.abort()
-        if self.inflight_update == "keep":
+            self._aborted = self.abort()
+        elif self.inflight_update == "keep":
             self._note_kept()
         # Not `num_unfinished`: on a GPU vLLM's sleep has paused its scheduler, which then counts 0.
         elif self._requests and not self.llm.reset_prefix_cache(reset_running_requests=True):
@@ -231,7 +238,6 @@ class InflightEngine(Engine):
         new_key = self.cache_salt(self.weight_version + 1)
         if new_key is not None:
             self._renew_cache_keys(new_key)
-        return []
 
     def abort(self) -> list[Rollout]:
         """Give up all requests. Returns their rollouts, unfinished as they are."""
@@ -240,22 +246,14 @@ class InflightEngine(Engine):
         self._requests.clear()
         return aborted
 
-    def _restart(self, aborted: list[Rollout]) -> None:
-        """Forget what has been sampled, and submit the rollouts again."""
-        for rollout in aborted:
-            self.counters["tokens_wasted"] += len(rollout.token_ids)
-            for sampled in (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.kept):
-                sampled.clear()
-            self._submit([rollout])
-
     def _note_kept(self) -> None:
         """vLLM keeps unfinished requests by itself. Note what its output does not show.
 
         If vLLM preempts one later, it computes the cache again under other weights: preemptions are
         counted. A prompt that is half computed keeps its first part under the old weights.
         """
-        lost = [request.num_preemptions > before for request, before in self._kept]
-        self.counters["kv_lost"] += sum(lost)
+        self.counters["kv_lost"] += sum(
+            request.num_preemptions > before for request, before in self._kept)
         running = self.core.scheduler.running
         self._kept = [(request, request.num_preemptions) for request in running]
         for request in running:
@@ -289,15 +287,14 @@ class InflightEngine(Engine):
         scheduler = self.core.scheduler
         limits = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
         limit = next(name for name in limits if hasattr(scheduler, name))
-        held = {name: getattr(scheduler, name) for name in (limit, "running", "waiting")}
+        held = {name: vars(scheduler)[name] for name in (limit, "running", "waiting")}
         setattr(scheduler, limit, self._free_places(held[limit]))
         rows = self._rows_in_batch()
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
         yield  # an exception inside ends the run
         self.step()  # The runner forgets the finished rows.
         held["running"] = [row for row in held["running"] if not row.is_finished()]
-        for name, value in held.items():
-            setattr(scheduler, name, value)
+        vars(scheduler).update(held)
         for row in rows:
             self.runner.input_batch.add_request(row)
 

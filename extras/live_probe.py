@@ -33,7 +33,7 @@ class Options(Extra):
         if self != Options() and not config.steps:
             raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with"
                              " steps 0 (they measure after a step)")
-        if self.probes and config.given & {"lora_rank", "adapter", "rollout_weights"}:
+        if self.probes and config.given & {"lora_rank", "rollout_weights"}:
             raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
                              " rollout_weights (they take the model's own tensors); try"
                              " verify/parity.py with the saved policy")

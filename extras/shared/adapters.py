@@ -41,9 +41,7 @@ class MergedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        x_grad = None
-        if ctx.needs_input_grad[0]:  # not in the first layer: the embedding is frozen
-            x_grad = gradient @ merge(weight, a, b, ctx.scale)
+        x_grad = gradient @ merge(weight, a, b, ctx.scale)
         rows = x.flatten(0, -2).float()  # (N, in)
         outer = ctx.scale * gradient.flatten(0, -2).float()  # (N, out)
         return x_grad, None, None, (outer @ b).T @ rows, outer.T @ (rows @ a.T), None

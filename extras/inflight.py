@@ -236,8 +236,11 @@ class InflightEngine(Engine):
         elif self._requests and not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineStateError("vLLM did not give up the KV cache of the running requests")
         new_key = self.cache_salt(self.weight_version + 1)
-        if new_key is not None:
-            self._renew_cache_keys(new_key)
+        for request in self.core.scheduler.requests.values():
+            if not request.num_computed_tokens:  # the new weights will compute its prompt
+                # vLLM has hashed its blocks with the old key.
+                request.cache_salt, request.block_hashes = new_key, []
+                request.update_block_hashes()
 
     def abort(self) -> list[Rollout]:
         """Give up all requests. Returns their rollouts, unfinished as they are."""
@@ -261,14 +264,6 @@ class InflightEngine(Engine):
             half_computed = request.num_computed_tokens and not rollout.token_ids
             if half_computed and rollout.prompt_version is None:
                 rollout.prompt_version = self.weight_version
-
-    def _renew_cache_keys(self, new_key: str) -> None:
-        """Prompts that will be computed under the new weights get the key of the new version."""
-        for request in self.core.scheduler.requests.values():
-            if not request.num_computed_tokens:
-                # vLLM has hashed its blocks with the old salt.
-                request.cache_salt, request.block_hashes = new_key, []
-                request.update_block_hashes()
 
     @contextmanager
     def holding(self) -> Iterator[None]:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from torch import Tensor
 
 from engine_adapter import Engine, Rollout, Source, reseed
 from extras import Extra
-from report.ranges import MANY, Range
+from report.ranges import CountOrZero
 from tasks import Problem
 from vllm_cases import EngineStateError
 
@@ -24,9 +24,9 @@ class Options(Extra):
     """Groups in flight."""
 
     # Groups in flight: N that stay unfinished while weights are loaded, besides the P of a step.
-    inflight_groups: Annotated[int, Range(0, MANY)] = 0
+    inflight_groups: CountOrZero = 0
     # Largest staleness of a token in updates: a step waits for the groups that would become older.
-    max_staleness: Annotated[int, Range(0, MANY)] = 8
+    max_staleness: CountOrZero = 8
 
     def check(self, config: Any) -> None:
         if "max_staleness" in config.given and not self.inflight_groups:

@@ -7,19 +7,19 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from extras import Extra
 from report.errors import stage
 from report.files import read_json
-from report.ranges import MANY, Positive, Range
+from report.ranges import CountOrZero, Positive
 
 
 class Options(Extra):
     """Adapters of low rank, trained in place of the model's weights."""
 
     # R: fp32 adapters B A on all linear layers of the body; 0: full training.
-    lora_rank: Annotated[int, Range(0, MANY)] = 0
+    lora_rank: CountOrZero = 0
     lora_alpha: Positive = 32.0  # The product B A counts lora_alpha / R times.
     # merged: the trainer computes with the rounded weight that the engine gets. added: with the
     # model's weight and the adapter apart, as in most libraries; with vLLM a fix that is off.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from extras import Extra
 from extras.shared.masks import MaskedSampling, collect_kept_sets, masked_logits
-from report.ranges import MANY, Count, Range
+from report.ranges import Count, CountOrZero, Range
 from rl import Batch, Chunk, Restriction, at_targets, entropies, no_restriction
 
 SMALLEST_TOP_P = 1e-6  # in float32 less keeps no token
@@ -27,8 +27,7 @@ ENDINGS = {
 class Options(Extra):
     """The sampler's mask."""
 
-    # The sampler's mask: keep the K likeliest tokens; 0 is off.
-    top_k: Annotated[int, Range(0, MANY)] = 0
+    top_k: CountOrZero = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
     # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
     top_p: Annotated[float, Range(SMALLEST_TOP_P, 1)] = 1.0
     # Keep tokens with min_p times the largest probability or more; 0 is off.

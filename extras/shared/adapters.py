@@ -129,11 +129,10 @@ class Adapters(EngineWeights):
         self, save: Callable[[Any, Module, Path], None], run: Any, model: Module, folder: Path
     ) -> None:
         """What `save` writes of a model with merged weights, in host memory; beside it adapter/."""
-        layers = self.layers.values()
-        own = [layer.weight.data for layer in layers]
-        for layer in layers:
+        own = {layer: layer.weight.data for layer in self.layers.values()}
+        for layer in own:
             layer.weight.data = merged(layer).cpu()
         save(run, model, folder)
-        for layer, weight in zip(layers, own, strict=True):
+        for layer, weight in own.items():
             layer.weight.data = weight
         self.save(run, model, folder.with_name("adapter"))

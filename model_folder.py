@@ -101,8 +101,8 @@ def describe(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     # transformers reads one file of weights, else those of the index, and ignores all others.
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"model must be without adapters (they would be ignored), {folder} has"
-                         " adapter_config.json; merge them (PEFT: merge_and_unload), or move its"
-                         " files to another folder for --adapter")
+                         " adapter_config.json; merge them (PEFT: merge_and_unload), and train new"
+                         " ones with --lora-rank")
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() and index.exists():
         shards = {*read_json(index)["weight_map"].values()} - {single.name}

@@ -199,7 +199,6 @@ class Run(extras.OneOwner):
     token_filter: Callable | None = None
     # policy, optimizer, micro-batch -> the micro-batch, with another `denominator`, say
     change_micro_batch: Callable | None = None
-    further_files: dict[str, str] = field(default_factory=dict)  # digests, for --resume
     find_start: Callable = files.refuse_used_folder  # the run; may set `checkpoint`
     # The state.pt from which the run goes on, with its `folder`.
     checkpoint: dict[str, Any] | None = None
@@ -232,7 +231,7 @@ class Run(extras.OneOwner):
     def identity(self) -> dict[str, Any]:
         """What --resume compares; the digests are those of the model's files and of the task."""
         return {"config": self.config.flat(), "prompts": self.task.prompts_record,
-                "files": digests(self) | self.further_files}
+                "files": digests(self)}
 
 
 @dataclass

@@ -18,22 +18,25 @@ from typing import Any
 
 import tyro
 
+from report.ranges import check_ranges
+
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --extra.lora.lora-rank
-HOOKS = {"check", "install"}
-MEANT = *HOOKS, "post_init"  # what a private method's name may have been
+HOOKS = {"check", "install", "__post_init__"}
 KINDS: list[type] = []
 
 
 class Extra:
-    """A frozen dataclass of options. The comment of a field is its help text."""
+    """A frozen dataclass of options. The comment of a field is its help text, and its type may have
+    the range of its values (report/ranges.py).
+    """
 
     may_change = ()  # names of its options that a resumed run may change
+    __post_init__ = check_ranges
 
     def __init_subclass__(cls) -> None:
         for name, member in vars(cls).items():
-            is_known = name in HOOKS | {"__post_init__"}
-            is_method = not is_known and isfunction(getattr(member, "__func__", member))
-            if is_method and (name[0] != "_" or get_close_matches(name.strip("_"), MEANT)):
+            is_method = name not in HOOKS and isfunction(getattr(member, "__func__", member))
+            if is_method and (name[0] != "_" or get_close_matches(name, HOOKS)):
                 raise SystemExit(f"error: {name} of {cls.__module__} is no hook, so nothing would"
                                  f" call it; hooks are {', '.join(sorted(HOOKS))}")
         kind = dataclass(frozen=True)(cls)
@@ -52,15 +55,14 @@ class Extra:
         """
 
 
-FILES = {path.stem: import_module(f"extras.{path.stem}")
-         for path in sorted(Path(__file__).parent.glob("[!_]*.py"))}
 OWN = {}
-for name, file in FILES.items():
+for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+    file = import_module(f"extras.{path.stem}")
     own = [kind for kind in KINDS if kind.__module__ == file.__name__]
     if len(own) != 1 or HOOKS & vars(file).keys():
-        raise SystemExit(f"error: {file.__file__} must have one class of extras.Extra, with its"
-                         " options and its hooks")
-    OWN[name] = own[0]
+        raise SystemExit(f"error: {path} must have one class of extras.Extra, with its options and"
+                         " its hooks")
+    OWN[path.stem] = own[0]
 Options = make_dataclass(
     "Options", [(name, Flat[kind], field(default_factory=kind)) for name, kind in OWN.items()],
     frozen=True)

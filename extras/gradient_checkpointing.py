@@ -1,7 +1,6 @@
 """`--gradient-checkpointing`: backward computes each layer again, so less memory is needed."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,17 +24,8 @@ def checkpoint_layers(model: Module) -> None:
 
     Raises: ValueError if the model does not support it, or if a layer is not computed again.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
-    layers = []
-    inner = set()
-    # A layer inside of another one (Zamba 2) is computed again with it, and may not decide anew
-    # then: torch would mix up what the two passes save.
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module not in inner:
-            layers.append(module)
-            inner |= set(module.modules())
+    layers = [*outermost_layers(model)]
     if not layers:
         raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers"
                          " that support it")
@@ -48,11 +38,24 @@ def checkpoint_layers(model: Module) -> None:
     model.base_model.register_forward_pre_hook(before)
     # From its first part on a layer computes in evaluation mode: there is no dropout. A hook of the
     # layer itself would come too early: transformers 5.23 and newer decide after it.
-    for_each_part(layers, lambda layer: setattr(layer, "training", False))
+    before_each_part(layers, lambda layer: setattr(layer, "training", False))
     check_recomputation(model, layers)
 
 
-def for_each_part(layers: list[Module], call: Callable[[Module], None]) -> list:
+def outermost_layers(module: Module) -> Iterator[Module]:
+    """A layer inside of another one (Zamba 2) is computed again with it, and may not decide anew
+    then: torch would mix up what the two passes save.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for part in module.children():
+        if isinstance(part, GradientCheckpointingLayer):
+            yield part
+        else:
+            yield from outermost_layers(part)
+
+
+def before_each_part(layers: list[Module], call: Callable[[Module], None]) -> list:
     """Call `call(layer)` before each part of a layer. The hooks are returned."""
     return [part.register_forward_pre_hook(lambda *_, layer=layer: call(layer))
             for layer in layers for part in layer.children()]
@@ -63,18 +66,18 @@ def check_recomputation(model: Module, layers: list[Module]) -> None:
 
     Raises: ValueError if backward does not compute each layer again.
     """
-    calls = Counter()
-    hooks = for_each_part(layers, lambda layer: calls.update([layer]))
+    computed: list[Module] = []
+    hooks = before_each_part(layers, computed.append)
     ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    forward = dict(calls)
+    first, forward = computed[0], {*computed}
+    computed.clear()
     # Gradients of the first layer's parameters need those of all other layers' inputs.
-    trained = [each for each in next(iter(forward)).parameters() if each.requires_grad]
+    trained = [each for each in first.parameters() if each.requires_grad]
     torch.autograd.grad(states.sum(), trained, allow_unused=True)
     for hook in hooks:
         hook.remove()
-    once = [layer for layer, count in forward.items() if calls[layer] == count]
-    if once:
+    if once := forward - {*computed}:
         import transformers
 
         raise ValueError("gradient_checkpointing must be off: in the backward pass transformers"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine_adapter import Engine, Rollout, Source, reseed
 from extras import Extra
-from report.errors import MANY, within
+from report.ranges import CountOrZero
 from tasks import Problem
 from vllm_cases import EngineStateError
 
@@ -24,17 +24,14 @@ class Options(Extra):
     """Groups in flight."""
 
     # Groups in flight: N that stay unfinished while weights are loaded, besides the P of a step.
-    inflight_groups: int = 0
+    inflight_groups: CountOrZero = 0
     # Largest staleness of a token in updates: a step waits for the groups that would become older.
-    max_staleness: int = 8
-
-    def __post_init__(self):
-        within(self, 0, MANY, "inflight_groups", "max_staleness")
-        if not self.inflight_groups and self.max_staleness != 8:
-            raise ValueError("max_staleness needs inflight_groups (without them nothing is stale);"
-                             " try --inflight-groups")
+    max_staleness: CountOrZero = 8
 
     def check(self, config: Any) -> None:
+        if "max_staleness" in config.given and not self.inflight_groups:
+            raise ValueError("max_staleness needs inflight_groups (without them nothing is stale);"
+                             " try --inflight-groups")
         most = config.num_prompts * self.max_staleness
         if self.inflight_groups > most:
             raise ValueError("inflight_groups must be at most num_prompts * max_staleness ="
@@ -192,7 +189,6 @@ class InflightEngine(Engine):
         # What kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []
         self._aborted: list[Rollout] = []  # by the last load
-        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restored
 
     def sleep(self) -> None:
         """If unfinished rollouts keep their KV cache, the engine keeps all its memory, also in a
@@ -213,28 +209,37 @@ class InflightEngine(Engine):
         Unfinished rollouts go on with weights that have not changed.
         """
         self._require("load", "awake", "ready")  # a load that is refused interrupts nothing
-        self._aborted = self._interrupt() if is_new_version else []
+        self._aborted = []
+        if is_new_version:
+            self._interrupt()
         super().load(weights, is_new_version)
 
     def passed(self, check: str) -> None:
-        """What the load has aborted starts again once the engine is ready."""
+        """What the load has aborted is submitted again once the engine is ready."""
         super().passed(check)
-        if self.state == "ready":
-            self._restart(self._aborted)
+        if self.state != "ready":
+            return
+        for rollout in self._aborted:
+            self.counters["tokens_wasted"] += len(rollout.token_ids)
+            for sampled in (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.kept):
+                sampled.clear()
+            self._submit([rollout])
 
-    def _interrupt(self) -> list[Rollout]:
-        """What a weight update does to unfinished rollouts; returns those that it aborts."""
+    def _interrupt(self) -> None:
+        """What a weight update does to unfinished rollouts."""
         if self.inflight_update == "abort":
-            return self.abort()
-        if self.inflight_update == "keep":
+            self._aborted = self.abort()
+        elif self.inflight_update == "keep":
             self._note_kept()
         # Not `num_unfinished`: on a GPU vLLM's sleep has paused its scheduler, which then counts 0.
         elif self._requests and not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineStateError("vLLM did not give up the KV cache of the running requests")
         new_key = self.cache_salt(self.weight_version + 1)
-        if new_key is not None:
-            self._renew_cache_keys(new_key)
-        return []
+        for request in self.core.scheduler.requests.values():
+            if not request.num_computed_tokens:  # the new weights will compute its prompt
+                # vLLM has hashed its blocks with the old key.
+                request.cache_salt, request.block_hashes = new_key, []
+                request.update_block_hashes()
 
     def abort(self) -> list[Rollout]:
         """Give up all requests. Returns their rollouts, unfinished as they are."""
@@ -243,22 +248,14 @@ class InflightEngine(Engine):
         self._requests.clear()
         return aborted
 
-    def _restart(self, aborted: list[Rollout]) -> None:
-        """Forget what has been sampled, and submit the rollouts again."""
-        for rollout in aborted:
-            self.counters["tokens_wasted"] += len(rollout.token_ids)
-            for sampled in (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.kept):
-                sampled.clear()
-            self._submit([rollout])
-
     def _note_kept(self) -> None:
         """vLLM keeps unfinished requests by itself. Note what its output does not show.
 
         If vLLM preempts one later, it computes the cache again under other weights: preemptions are
         counted. A prompt that is half computed keeps its first part under the old weights.
         """
-        lost = [request.num_preemptions > before for request, before in self._kept]
-        self.counters["kv_lost"] += sum(lost)
+        self.counters["kv_lost"] += sum(
+            request.num_preemptions > before for request, before in self._kept)
         running = self.core.scheduler.running
         self._kept = [(request, request.num_preemptions) for request in running]
         for request in running:
@@ -267,23 +264,13 @@ class InflightEngine(Engine):
             if half_computed and rollout.prompt_version is None:
                 rollout.prompt_version = self.weight_version
 
-    def _renew_cache_keys(self, new_key: str) -> None:
-        """Prompts that will be computed under the new weights get the key of the new version."""
-        for request in self.core.scheduler.requests.values():
-            if not request.num_computed_tokens:
-                # vLLM has hashed its blocks with the old salt.
-                request.cache_salt, request.block_hashes = new_key, []
-                request.update_block_hashes()
-
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Unfinished requests stay as they are, while others run to their end.
 
-        vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch
-        are restored, because the order of rows decides the random numbers. With async scheduling a
-        step is under way: its tokens still reach the unfinished requests, and their rows are not
-        restored. On a GPU (model runner V2) they keep their places in the batch, so fewer others
-        run at once.
+        vLLM's scheduler does not see them meanwhile, and afterwards adds them to the batch again.
+        With async scheduling a step is under way: its tokens still reach them. On a GPU (model
+        runner V2) they keep their places in the batch, so fewer others run at once.
 
         Raises: EngineStateError if they leave no KV cache for one row of full length, or no place.
         """
@@ -292,17 +279,12 @@ class InflightEngine(Engine):
         scheduler = self.core.scheduler
         limits = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
         limit = next(name for name in limits if hasattr(scheduler, name))
-        held = {name: getattr(scheduler, name) for name in (limit, "running", "waiting")}
+        held = {name: vars(scheduler)[name] for name in (limit, "running", "waiting")}
         setattr(scheduler, limit, self._free_places(held[limit]))
-        rows = self._rows_in_batch()
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
         yield  # an exception inside ends the run
-        self.step()  # The runner forgets the finished rows.
         held["running"] = [row for row in held["running"] if not row.is_finished()]
-        for name, value in held.items():
-            setattr(scheduler, name, value)
-        for row in rows:
-            self.runner.input_batch.add_request(row)
+        vars(scheduler).update(held)
 
     def _free_places(self, places: int) -> int:
         """Of the scheduler's places those that no held request keeps. Raises: as `holding`."""
@@ -316,15 +298,3 @@ class InflightEngine(Engine):
                                    " evaluation: give more --kv-cache-gib or fewer"
                                    " --inflight-groups")
         return free
-
-    def _rows_in_batch(self) -> list[Any]:
-        """Rows of the batch of model runner V1, in their order; none with async scheduling.
-
-        With finished rows: they keep their places until the next step.
-        """
-        batch = getattr(self.runner, "input_batch", None)
-        if batch is None or self.llm.vllm_config.scheduler_config.async_scheduling:
-            return []
-        known = self._places | self.runner.requests
-        self._places = {name: known[name] for name in batch.req_ids}
-        return [*self._places.values()]

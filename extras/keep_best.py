@@ -22,7 +22,7 @@ class Options(Extra):
     keep_best: str | None = None
     may_change = ("keep_best",)
 
-    def __post_init__(self):
+    def check(self, config: Any) -> None:
         name = self.keep_best
         if name is not None and not name.startswith("eval_"):
             raise ValueError("keep_best must be a metric of evaluations (a step's are of the policy"
@@ -57,7 +57,4 @@ class Options(Extra):
                 if folder.exists():
                     folder.rename(new.with_name("before"))
 
-        def begin(sides: Any, record: dict[str, Any]) -> None:
-            run.writers.append(partial(keep, sides.policy.model))
-
-        run.at_begin.append(begin)
+        run.with_model.append(lambda model: run.writers.append(partial(keep, model)))

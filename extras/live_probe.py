@@ -5,7 +5,7 @@ the probe. docs/probe.md has how it decides, and what it cannot find.
 """
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import Tensor
 from engine_adapter import Sampling
 from extras import Extra
 from extras.shared.kv_cache import has_recurrent_layers
-from report.errors import MANY
-from report.ranges import Range, check_ranges
+from report.ranges import CountOrZero
 from rl import Batch, Policy
 from verify import parity
 from verify.parity import CANNOT_TELL, HIT, OK, PROCESSED, Line
@@ -43,10 +42,8 @@ class Options(Extra):
     """Which layer a mismatch comes from, during a run."""
 
     # Steps between probes of the mismatch, the first included; 0: none.
-    probe_every: Annotated[int, Range(0, MANY)] = 0
+    probe_every: CountOrZero = 0
     probe_on_alarm: bool = False  # Probe after a step that exceeds one of the probe's ALARMS.
-
-    __post_init__ = check_ranges
 
     def check(self, config: Any) -> None:
         if self == Options():

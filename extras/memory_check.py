@@ -35,10 +35,9 @@ def compare(run: Any, memory: tuple[int, int], model: Module) -> None:
     phases = certain(config, model, run.engine_kind.copies_weights)
     # Sleep does not free graphs.
     graphs = GRAPH * len(run.further.get("compilation_config.cudagraph_capture_sizes", ()))
+    kept = activations(config, model, run.max_model_len, head_chunk(memory[1] / GIB))
     need = (max(phases.values()) + graphs) / GIB
-    about = phases["update"] + graphs + activations(
-        config, model, run.max_model_len, head_chunk(memory[1] / GIB))
-    about = max(need, about / GIB)
+    about = max(need, (phases["update"] + graphs + kept) / GIB)
     words = f"at least {need:.1f} GiB, about {about:.1f} with activations, of {free:.1f} free"
     if need > free:
         raise ValueError(f"the run must fit into the GPU, it needs {words}; try --lora-rank 16,"

@@ -28,9 +28,19 @@ class Options(Extra):
 
 
 def policy_options(model: torch.nn.Module) -> dict[str, Any]:
-    """Arguments of `Policy`, none if the model's layers do not allow it."""
-    if not can_share_prompts(model):
+    """Arguments of `Policy`, none if the model's layers do not allow it.
+
+    A recurrent state would see the padding, and a checkpointed layer has no cache. With a window of
+    1 transformers' cache keeps all keys, by the slice [-(1 - 1):].
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if model._is_stateful or model.is_gradient_checkpointing:
         return {}
+    for layer in DynamicCache(config=model.config).layers:
+        is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        if not is_plain or getattr(layer, "sliding_window", None) == 1:
+            return {}
     return {"body": prompts_once, "pack": siblings_together}
 
 
@@ -94,19 +104,3 @@ def prompts_once(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
         further = states_after(cache, policy.model, ids, real)  # (B, R, H)
         hidden = torch.cat([hidden, further], dim=1)  # (B, R + 1, H)
     return hidden[wanted]
-
-
-def can_share_prompts(model: torch.nn.Module) -> bool:
-    """Whether the model's layers allow `prompts_once`.
-
-    A recurrent state would see the padding, and a checkpointed layer has no cache. With a window of
-    1 transformers' cache keeps all keys, by the slice [-(1 - 1):].
-    """
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-    layers = DynamicCache(config=model.config).layers
-    if model._is_stateful or model.is_gradient_checkpointing:
-        return False
-    kinds = DynamicLayer, DynamicSlidingWindowLayer
-    return all(type(layer) in kinds and getattr(layer, "sliding_window", None) != 1
-               for layer in layers)

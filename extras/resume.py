@@ -1,7 +1,6 @@
 """`--resume`: a run goes on from its newest checkpoint, with the same options, model and task."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from extras import Extra
@@ -35,12 +34,23 @@ class Options(Extra):
 
 
 def find_newest(run: Any) -> None:
-    """The run goes on from its newest checkpoint. Raises: ValueError if it is another run."""
+    """The run goes on from its newest checkpoint, or begins before its first one.
+
+    Raises: ValueError if the folder holds another run, or one without its checkpoints.
+    """
     teach_toy(run.config)  # if the cache has lost it: its digests are compared
-    checkpoint = newest_checkpoint(run)
-    if not checkpoint:
+    folders, record = checkpoints(run.out), run.out / "config.json"
+    if folders or record.exists():
+        refuse_another_run(run.config, run.identity, read_json(record))
+    if not folders:
+        # At most step 0 and the steps up to the first checkpoint.
+        most = run.config.checkpoint_every + 1
+        if len(read_rows(run.out / "metrics.jsonl")) > most:
+            raise ValueError(f"a resumed run must have its checkpoints, {run.out} has none; try"
+                             " another --out")
         print("resumed at step 1: there was no checkpoint")
         return
+    checkpoint = folders[-1]
     state = read_checkpoint(checkpoint)
     step = state["step"]
     with stage(f"going on from {checkpoint}"):
@@ -50,25 +60,6 @@ def find_newest(run: Any) -> None:
     run.checkpoint = state | {"folder": checkpoint}
     run.at_begin.insert(0, go_on)
     print(f"resumed at step {step + 1}")
-
-
-def newest_checkpoint(run: Any) -> Path | None:
-    """The newest checkpoint of a train.Run, None before its first one.
-
-    Raises: ValueError if the folder holds another run, or one without its checkpoints.
-    """
-    folders, record = checkpoints(run.out), run.out / "config.json"
-    if not folders and not record.exists():
-        return None
-    refuse_another_run(run.config, run.identity, read_json(record))
-    if folders:
-        return folders[-1]
-    # At most step 0 and the steps up to the first checkpoint.
-    most = run.config.checkpoint_every + 1
-    if len(read_rows(run.out / "metrics.jsonl")) > most:
-        raise ValueError(f"a resumed run must have its checkpoints, {run.out} has none; try another"
-                         " --out")
-    return None
 
 
 def go_on(sides: Any, record: dict[str, Any]) -> None:

@@ -6,23 +6,18 @@ The ids that the mask kept travel with each sampled token. docs/fixes.md has the
 import math
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from extras import Extra
-from extras.shared.masks import (
-    MaskedSampling,
-    check_mask,
-    collect_kept_sets,
-    has_mask,
-    masked_logits,
-)
-from report.errors import MANY, within
+from extras.shared.masks import MaskedSampling, collect_kept_sets, masked_logits
+from report.ranges import Count, CountOrZero, Range
 from rl import Batch, Chunk, Restriction, at_targets, entropies, no_restriction
 
+SMALLEST_TOP_P = 1e-6  # in float32 less keeps no token
 ENDINGS = {
     "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
@@ -32,29 +27,33 @@ ENDINGS = {
 class Options(Extra):
     """The sampler's mask."""
 
-    top_k: int = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
-    top_p: float = 1.0  # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
-    min_p: float = 0.0  # Keep tokens with min_p times the largest probability or more; 0 is off.
-    max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
+    top_k: CountOrZero = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
+    # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
+    top_p: Annotated[float, Range(SMALLEST_TOP_P, 1)] = 1.0
+    # Keep tokens with min_p times the largest probability or more; 0 is off.
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    # Largest set of a mask; by default 512, or above top_k (for ties).
+    max_kept: Count | None = None
 
-    def __post_init__(self):
-        check_mask(self)
-        within(self, 1, MANY, "max_kept")
+    @property
+    def has_mask(self) -> bool:
+        """Whether a token can be cut off."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def check(self, config: Any) -> None:
         is_on = config.parity.sampling_mask
-        if not is_on and not has_mask(self):
+        if not (is_on or self.has_mask):
             raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
-        if self.max_kept and not (is_on and has_mask(self)):
+        if self.max_kept and not (is_on and self.has_mask):
             raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask"
                              f" only (else no kept set is returned), got {self.max_kept}")
-        if is_on and has_mask(self) and not config.parity.processed_logprobs:
+        if is_on and self.has_mask and not config.parity.processed_logprobs:
             raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is"
                              " given (raw log-probabilities do not show which tokens were kept);"
                              " try --parity.no-sampling-mask")
 
     def install(self, run: Any) -> None:
-        if not has_mask(self):
+        if not self.has_mask:
             return
         vllm = "engine" not in run.config.given
         if torch.cuda.is_available() and vllm and self.min_p and self.top_p < 1:
@@ -91,16 +90,15 @@ def kept_sets(batch: Batch, response: Tensor) -> Restriction:
     Without kept sets (`--parity.no-sampling-mask`) it is over the vocabulary. Shapes: response
     (B, T), bool, N of them true.
     """
-    if not response.any():  # all rows of a micro-batch are masked
-        return no_restriction
     kept: list[numpy.ndarray] = []
     for rollout in compress(batch.rollouts, response.any(dim=1).tolist()):
         trained = rollout.trained or [True] * len(rollout.kept)
         kept += compress(rollout.kept, trained)
-    if not kept:
-        assert not getattr(batch.rollouts[0].sampling, "max_kept", 0), "the engine collects no sets"
-        return no_restriction
     tokens = int(response.sum())
+    if not kept:
+        largest = getattr(batch.rollouts[0].sampling, "max_kept", 0)
+        assert not (tokens and largest), "the engine collects no sets"
+        return no_restriction
     assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"
     return lambda logits, chunk: mask_outside(logits, kept[chunk])
 

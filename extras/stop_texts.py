@@ -21,7 +21,7 @@ class Options(Extra):
     # break is $'\n'. May be given several times.
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
 
-    def __post_init__(self):
+    def check(self, config: Any) -> None:
         if "" in self.stop:
             raise ValueError("stop must not contain an empty text (each response would end at"
                              f" once), got {self.stop}")

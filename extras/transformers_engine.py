@@ -36,24 +36,24 @@ class Options(Extra):
     def check(self, config: Any) -> None:
         if self.engine == "vllm":
             return
-        faults = [fix for fix in config.parity.off() if fix != "sampling_mask"]
+        faults = {*config.parity.off()} - {"sampling_mask"}
         if "both-heads" in config.flat().get("variants", ()):  # a 16-bit head here needs no vLLM
-            faults.remove("fp32_head")
+            faults -= {"fp32_head"}
         if faults:
-            raise ValueError(f"engine must be vllm without {', '.join(faults)} (only vLLM has that"
-                             " fault)")
-        if config.given & OF_VLLM:
-            raise ValueError(f"{', '.join(sorted(config.given & OF_VLLM))} must not be given with"
-                             " engine transformers (they are vLLM's)")
+            raise ValueError(f"engine must be vllm without {', '.join(sorted(faults))} (only vLLM"
+                             " has that fault)")
+        if of_vllm := config.given & OF_VLLM:
+            raise ValueError(f"{', '.join(sorted(of_vllm))} must not be given with engine"
+                             " transformers (they are vLLM's)")
 
     def install(self, run: Any) -> None:
         if self.engine == "transformers":
             run.engine_kind, run.checks_kind = TransformersEngine, NothingToCompare
-        if self.engine == "transformers" or self.eval_trainer_alone:
-            run.with_model.append(refuse_recurrent)
         if self.eval_trainer_alone:
             run.at_begin.append(add_evaluation)
             run.endings |= ENDINGS
+        if self != Options():
+            run.with_model.append(refuse_recurrent)
 
 
 ENDINGS = {

@@ -24,19 +24,25 @@ class Options(Extra):
     # forgets the temperature too: no mismatch.
     variants: tuple[Literal[tuple(OF_FIX)], ...] = ()
 
+    @property
+    def fixed_still(self) -> set[str]:
+        """Of the settings of uncached_runtime, those that stay fixed because the other is named."""
+        named = ARGUMENTS.keys() & self.variants
+        return ARGUMENTS.keys() - named if named else set()
+
     def check(self, config: Any) -> None:
         for variant in self.variants:
             flag = OF_FIX[variant]
             if getattr(config.parity, flag):
                 raise ValueError(f"variants must not have {variant} with {flag} (it would do"
                                  f" nothing); try --parity.no-{flag.replace('_', '-')}")
-        fixed = config.parity.uncached_runtime or "prefix-cache" in fixed_still(self.variants)
+        fixed = config.parity.uncached_runtime or "prefix-cache" in self.fixed_still
         if "recompute" in self.variants and not fixed:
             raise ValueError("variants must not have recompute while V1's prefix cache is on"
                              " (recompute clears the cache too, and so repairs the other fault)")
 
     def install(self, run: Any) -> None:
-        for name in fixed_still(self.variants):
+        for name in self.fixed_still:
             run.further[ARGUMENTS[name]] = False
         if "recompute" in self.variants and "inflight_groups" in run.config.given:
             run.engine["recomputes"] = True  # else notices.py names inflight_keep
@@ -45,9 +51,3 @@ class Options(Extra):
         if "both-raw" in self.variants:
             run.policy["temperature"] = 1.0
             run.not_stated.add("trainer")
-
-
-def fixed_still(variants: tuple[str, ...]) -> list[str]:
-    """Of the settings of uncached_runtime, those that stay fixed because the other is named."""
-    named = ARGUMENTS.keys() & set(variants)
-    return [name for name in ARGUMENTS if named and name not in named]

@@ -29,6 +29,7 @@ class Printable:
 
 
 Count = Annotated[int, Range(1, MANY)]
+CountOrZero = Annotated[int, Range(0, MANY)]
 Positive = Annotated[float, Range(SMALLEST, LARGEST)]
 NotNegative = Annotated[float, Range(0, LARGEST)]
 Name = Annotated[str, Printable]

@@ -70,12 +70,6 @@ def refuse_lost(render: Callable[..., str], messages: list[dict[str, Any]]) -> N
                          f" {lost[0]}; put the text (of --system-prompt, say) into the question")
 
 
-def first_encoded(tokenizer: Any, task: Task, data: Options) -> Task:
-    """The first problem alone, encoded by another tokenizer or with other options."""
-    alone = replace(task, train=task.problems[:1], held_out=[])
-    return encode(tokenizer, alone, task.stop_token_ids, data)
-
-
 def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> Task:
     """The task without the problems whose prompts are too long, if these are to be dropped.
 

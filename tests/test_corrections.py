@@ -66,10 +66,9 @@ def test_weights_and_rejections_equal_their_definitions_on_60_ragged_batches():
 
 
 def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
-    assert Options().rule is None
     sequence = Options(reject="sequence", reject_low=0.1, reject_mean="all").rule
-    assert sequence == REJECTIONS["sequence"]._replace(bounds=(0.1, 2.0), mean="all")
-    assert Options(reject="trm", reject_high=0.5).rule == REJECTIONS["trm"]._replace(bounds=(-math.inf, 0.5))
+    assert sequence == REJECTIONS["sequence"]._replace(low=0.1, mean="all")
+    assert Options(reject="trm", reject_high=0.5).rule == REJECTIONS["trm"]._replace(high=0.5)
 
 
 @parametrize("option, name", [*product(["tis"], [*CORRECTIONS][1:]), *product(["reject"], REJECTIONS)])

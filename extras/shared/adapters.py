@@ -1,9 +1,8 @@
-"""Adapters by PEFT, which puts them into the model, reads and writes them; for extras/lora.py.
+"""Adapters that PEFT puts into the model, and folders that PEFT reads; for extras/lora.py.
 
 Here is what PEFT lacks: a forward pass with the very weight that the engine gets.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,16 @@ from typing import Any
 import peft
 import torch
 from peft.tuners import lora
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import Linear, Module, ModuleDict
 from torch.nn.functional import linear
 
-from extras.lora import TENSORS, Options
+from extras.lora import Options
 from extras.shared.linear_layers import only_linear_layers, replaced
-from report.errors import stage
 from rl import EngineWeights
 
-# Values of init_lora_weights that leave the model's own weights as they are. PiSSA, say, does not.
-INITIAL = False, True, "gaussian", "orthogonal"
-BASE = "base_model.model."  # the model in names of PEFT, which have no name of the adapter
+TENSORS = "adapter_model.safetensors"  # of a folder of PEFT
 
 
 class MergedLinear(torch.autograd.Function):
@@ -45,9 +41,7 @@ class MergedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        x_grad = None
-        if ctx.needs_input_grad[0]:  # not in the first layer: the embedding is frozen
-            x_grad = gradient @ merge(weight, a, b, ctx.scale)
+        x_grad = gradient @ merge(weight, a, b, ctx.scale)
         rows = x.flatten(0, -2).float()  # (N, in)
         outer = ctx.scale * gradient.flatten(0, -2).float()  # (N, out)
         return x_grad, None, None, (outer @ b).T @ rows, outer.T @ (rows @ a.T), None
@@ -84,99 +78,61 @@ class Merged(Added):
 
 
 class Adapters(EngineWeights):
-    """Freezes the model, and gives linear layers of its body adapters in fp32.
+    """Freezes the model, and gives all linear layers of its body adapters in fp32.
 
     The engine gets the model's tensors, with merged layers. Raises: ValueError by
-    `only_linear_layers`, or if a folder has more than LoRA of these layers.
+    `only_linear_layers`.
     """
 
     def __init__(self, model: Module, options: Options, seed: int, is_part: bool = False):
         """`is_part`: of a multimodal model, and PEFT gets the names of the whole."""
-        plain, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
+        _, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
         model.requires_grad_(False)
         self.whole = ModuleDict({model.base_model_prefix: model.base_model})  # it has no head
         if is_part:
             self.whole = ModuleDict({"model": ModuleDict({"language_model": model.base_model})})
-        self.config = config_of(options)
+        self.config = peft.LoraConfig(r=options.lora_rank, lora_alpha=options.lora_alpha,
+                                      target_modules="all-linear", task_type="CAUSAL_LM")
         kind = Merged if options.lora_forward == "merged" else Added
         self.config._register_custom_module({Linear: kind})
         torch.manual_seed(seed)
-        with stage("putting adapters into the model"):
-            peft.inject_adapter_in_model(self.config, self.whole)
+        peft.inject_adapter_in_model(self.config, self.whole)
         self.layers = {name: module for name, module in self.whole.named_modules()
-                       if getattr(module, "base_layer", None) in plain.values()}
+                       if isinstance(module, kind)}
         for layer in self.layers.values():
             layer.lora_A.float()
             layer.lora_B.float()
-        own = {each for layer in self.layers.values() if not layer.lora_variant
-               for each in factors(layer)[:2]}
-        others = [name for name, each in model.named_parameters()
-                  if each.requires_grad and each not in own]
-        if others:
-            raise refused(options.adapter, f"trains {others[0]}")
-        if options.adapter:
-            self.load(model, Path(options.adapter))
         self.config.target_modules = sorted(self.layers)
-        self.name = (f"{options.lora_forward} adapters of rank {self.config.r} on"
+        self.name = (f"{options.lora_forward} adapters of rank {options.lora_rank} on"
                      f" {len(self.layers)} of {which}")
 
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         return replaced(weights, self.layers.values(), merged)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """A and B of each layer by the names in a folder of PEFT, which has one adapter."""
+        return {f"base_model.model.{name.replace('.default', '')}": each.data
+                for name, each in self.whole.named_parameters() if ".lora_" in name}
+
     def load(self, model: Module, folder: Path) -> None:
-        """Raises: ValueError if the tensors in the folder do not fit."""
-        with stage(f"reading the adapters in {folder}"):
-            tensors = peft.load_peft_weights(str(folder), "cpu")
-            report = self.whole.load_state_dict(
-                {name.removeprefix(BASE).replace("weight", "default.weight"): each
-                 for name, each in tensors.items()}, strict=False)
-        wrong = [name for name in report.missing_keys if ".lora_" in name]
-        wrong += report.unexpected_keys
-        wrong += [name for name, each in tensors.items() if not each.isfinite().all()]
-        if wrong:
-            raise ValueError(f"{folder}/{TENSORS} must have finite A and B of the linear layers"
-                             " that target_modules names, and no others (head and embeddings have"
-                             f" no adapters), see {wrong[0]}")
+        """Take the values of a folder that `save` has written."""
+        saved = load_file(folder / TENSORS)
+        for name, each in self.tensors().items():
+            each.copy_(saved[name])
 
     def save(self, run: Any, model: Module, folder: Path) -> None:
         """A folder of PEFT."""
         self.config.save_pretrained(folder)
-        tensors = {BASE + name.replace(".default", ""): each.detach()
-                   for name, each in self.whole.named_parameters() if ".lora_" in name}
-        (folder / TENSORS).write_bytes(save(tensors, {"format": "pt"}))
+        (folder / TENSORS).write_bytes(save(self.tensors(), {"format": "pt"}))
 
     def save_merged(
         self, save: Callable[[Any, Module, Path], None], run: Any, model: Module, folder: Path
     ) -> None:
         """What `save` writes of a model with merged weights, in host memory; beside it adapter/."""
-        layers = self.layers.values()
-        own = [layer.weight.data for layer in layers]
-        for layer in layers:
+        own = {layer: layer.weight.data for layer in self.layers.values()}
+        for layer in own:
             layer.weight.data = merged(layer).cpu()
         save(run, model, folder)
-        for layer, weight in zip(layers, own, strict=True):
+        for layer, weight in own.items():
             layer.weight.data = weight
         self.save(run, model, folder.with_name("adapter"))
-
-
-def config_of(options: Options) -> peft.LoraConfig:
-    """Of new adapters on all layers, or of those in a folder. Raises: ValueError."""
-    folder = options.adapter
-    if not folder:
-        return peft.LoraConfig(r=options.lora_rank, lora_alpha=options.lora_alpha,
-                               target_modules="all-linear", task_type="CAUSAL_LM")
-    with stage(f"reading the adapters in {folder}"), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # such as an entry that PEFT ignores
-        config = peft.PeftConfig.from_pretrained(folder)
-    if config.peft_type != "LORA" or config.init_lora_weights not in INITIAL:
-        raise refused(folder, "has another peft_type or init_lora_weights")
-    print(f"notice: the adapters in {folder} were trained on {config.base_model_name_or_path} with"
-          f" a dropout of {config.lora_dropout}; here they are on --model, without dropout")
-    config.inference_mode = False
-    return config
-
-
-def refused(folder: str | None, what: str) -> ValueError:
-    return ValueError("adapter must contain plain LoRA of linear layers (the rest would have no"
-                      f" effect), {folder} {what}; try --model with a merged model (PEFT:"
-                      " merge_and_unload)")

@@ -8,29 +8,22 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Conv1d, Embedding, Linear, Module
-
-LARGEST_FP8 = 448.0  # of e4m3
-
-
-def linear_layers(model: Module) -> dict[str, Linear]:
-    """Those of the body, by the names of their weights; the head is not one of them."""
-    head = model.get_output_embeddings()
-    return {f"{name}.weight": module for name, module in model.named_modules()
-            if type(module) is Linear and module is not head}
 
 
 def only_linear_layers(
     model: Module, rule: str, reason: str
 ) -> tuple[dict[str, Linear], str]:
-    """`linear_layers`, for an option whose `rule` is that the body has no others with matrices.
+    """The linear layers of the body by the names of their weights, and a sentence for the audit.
 
-    Embeddings aside, and the short convolutions before a recurrent state: they stay as they are.
-    Also returns a sentence for the audit. Raises: ValueError if the body has others, as experts.
+    `rule` is that of an option, for a body that has other matrices. Embeddings may be there, and
+    the short convolutions before a recurrent state: they stay as they are. Raises: ValueError if
+    the body has others, such as experts.
     """
-    layers = linear_layers(model)
+    head = model.get_output_embeddings()
+    layers = {f"{name}.weight": module for name, module in model.named_modules()
+              if type(module) is Linear and module is not head}
     kinds = {type(each) for each in model.base_model.modules()
              if any(own.ndim > 1 for own in each.parameters(recurse=False))} - {Linear}
     left = sorted(kind.__name__ for kind in kinds if issubclass(kind, Conv1d))
@@ -70,20 +63,3 @@ def replaced(
         raise ValueError("rollout_weights must be own and lora_rank 0 (checkpoints of this class"
                          " store linear layers in another form)")
     return LazyWeights(held)
-
-
-def rounded(weight: Tensor, kind: str) -> Tensor:
-    """The nearest values of the format, in the weight's dtype: (out, in) -> (out, in).
-
-    intK: scale * n with 2^(K - 1) - 1 steps of the scale in the largest value of a channel. fp8:
-    e4m3 with a scale such that the largest is the format's.
-    """
-    values = weight.float()
-    largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
-    if kind == "fp8":
-        scale = largest / LARGEST_FP8
-        nearest = (values / scale).to(torch.float8_e4m3fn).float()
-    else:
-        scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
-        nearest = (values / scale).round()
-    return (nearest * scale).to(weight.dtype)

@@ -12,19 +12,6 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Rollout, Sampling
-from report.errors import MANY, within
-
-
-def check_mask(options: Any) -> None:
-    """The rules of top_k, top_p and min_p."""
-    within(options, 0, MANY, "top_k")
-    within(options, 1e-6, 1, "top_p")  # in float32 less keeps no token
-    within(options, 0, 1, "min_p")
-
-
-def has_mask(options: Any) -> bool:
-    """Whether top-k, top-p or min-p can cut a token off."""
-    return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -35,10 +22,6 @@ class MaskedSampling(Sampling):
     top_p: float = 1.0
     min_p: float = 0.0
     max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_mask(self)
 
     def at(self, temperature: float) -> "MaskedSampling":
         return replace(self, temperature=temperature, max_kept=0)

@@ -189,6 +189,7 @@ class InflightEngine(Engine):
         # What kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []
         self._aborted: list[Rollout] = []  # by the last load
+        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restored
 
     def sleep(self) -> None:
         """If unfinished rollouts keep their KV cache, the engine keeps all its memory, also in a
@@ -268,9 +269,11 @@ class InflightEngine(Engine):
     def holding(self) -> Iterator[None]:
         """Unfinished requests stay as they are, while others run to their end.
 
-        vLLM's scheduler does not see them meanwhile, and afterwards adds them to the batch again.
-        With async scheduling a step is under way: its tokens still reach them. On a GPU (model
-        runner V2) they keep their places in the batch, so fewer others run at once.
+        vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch
+        are restored, because the order of rows decides the random numbers. With async scheduling a
+        step is under way: its tokens still reach the unfinished requests, and their rows are not
+        restored. On a GPU (model runner V2) they keep their places in the batch, so fewer others
+        run at once.
 
         Raises: EngineStateError if they leave no KV cache for one row of full length, or no place.
         """
@@ -281,10 +284,14 @@ class InflightEngine(Engine):
         limit = next(name for name in limits if hasattr(scheduler, name))
         held = {name: vars(scheduler)[name] for name in (limit, "running", "waiting")}
         setattr(scheduler, limit, self._free_places(held[limit]))
+        rows = self._rows_in_batch()
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
         yield  # an exception inside ends the run
+        self.step()  # The runner forgets the finished rows.
         held["running"] = [row for row in held["running"] if not row.is_finished()]
         vars(scheduler).update(held)
+        for row in rows:
+            self.runner.input_batch.add_request(row)
 
     def _free_places(self, places: int) -> int:
         """Of the scheduler's places those that no held request keeps. Raises: as `holding`."""
@@ -298,3 +305,15 @@ class InflightEngine(Engine):
                                    " evaluation: give more --kv-cache-gib or fewer"
                                    " --inflight-groups")
         return free
+
+    def _rows_in_batch(self) -> list[Any]:
+        """Rows of the batch of model runner V1, in their order; none with async scheduling.
+
+        With finished rows: they keep their places until the next step.
+        """
+        batch = getattr(self.runner, "input_batch", None)
+        if batch is None or self.llm.vllm_config.scheduler_config.async_scheduling:
+            return []
+        known = self._places | self.runner.requests
+        self._places = {name: known[name] for name in batch.req_ids}
+        return [*self._places.values()]

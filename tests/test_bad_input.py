@@ -43,6 +43,8 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --rollout-weights int8 --engine transformers => rollout_weights must be own with engine transformers
 --inflight-groups 33 => must be at most num_prompts * max_staleness = 32
 --resume --parity.no-uncached-runtime => resume must be off without uncached_runtime
+--schedule-ahead --parity.no-uncached-runtime => schedule_ahead must be off without uncached_runtime
+--schedule-ahead --inflight-groups 2 => schedule_ahead must be off with inflight_groups
 --prefix-cache off --parity.no-uncached-runtime => prefix_cache must not be off without uncached_runtime
 --parity.no-sampling-mask => top_p and min_p (no mask)
 --max-kept 8 => max_kept must be given with top_k, top_p or min_p and

@@ -19,6 +19,7 @@ from helpers import (
     parametrize,
     policy_of,
     qwen2,
+    read_json,
     rows_of_run,
     scored,
     small_model,
@@ -238,6 +239,14 @@ def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_pat
     _, *found = rows_of_run(good, tmp_path, f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1"
                             " --parity.no-uncached-runtime --variants async-scheduling")  # fmt: skip
     assert max(row["staleness_max"] for row in found) > 0
+    assert max(row["mismatch_max"] for row in found) < ROUNDING
+
+
+def test_scheduling_ahead_without_groups_in_flight_labels_no_token_with_other_weights(good, tmp_path):
+    words = "--schedule-ahead --task {root}/task.py --steps 3 --lr 1e-2 --eval-problems 4"
+    _, *found = rows_of_run(good, tmp_path, words)
+    assert read_json(tmp_path / "config.json")["audit"]["async_scheduling"] is True
+    assert {row["staleness_max"] for row in found} == {0} and found[0]["updates"] > 0
     assert max(row["mismatch_max"] for row in found) < ROUNDING
 
 

@@ -92,9 +92,6 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
         elif name in PROGRAMS and "--help" not in words:
             options = tyro.cli(PROGRAMS[name], args=words)
             assert name != "lab.study" or options.print is None or (study.RECORDS / f"{options.study}.json").exists()
-        elif name != "pytest":
-            file = name.replace(".", "/") + ".py"
-            assert (ROOT / file).exists() or (ROOT / "verify" / file).exists(), command
 
 
 @each_page

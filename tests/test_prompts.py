@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 
-from helpers import command, config_of, parametrize, read_json, refusal, rewrite, train_here, value_error
+from helpers import bare_run, command, config_of, parametrize, read_json, refusal, rewrite, train_here, value_error
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,7 +14,6 @@ from model_folder import load_tokenizer
 from tasks import Problem, Task, exact_match
 from tasks.options import Options
 from tasks.prompts import encode, fitting
-from train import Run
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
 CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"
@@ -132,7 +131,7 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start(capsys, template,
     problem, stop = options.pop("problem"), options.pop("stop")
     config = config_of(**options)
     task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt)
-    config.extra.notices.install(Run(config, "", task, None, None, set(), {}, []))
+    config.extra.notices.install(bare_run(config, task))
     printed = capsys.readouterr().out
     assert said in printed and printed.count("notice: ") == bool(said)
 

@@ -328,7 +328,6 @@ ARCHITECTURES = re.split("; |\n", """Llama; Llama, biases; Llama, yarn; Llama, l
 Qwen3; Mistral; Gemma2; Gemma3Text; Gemma3Text, sliding and full; Phi3; Phi3, longrope; StableLm; Granite; Olmo2; Olmo3
 SmolLM3; GPTNeoX; Cohere; GPT2; Mixtral; FalconH1; Mamba2; Qwen3Moe; Qwen2Moe; Qwen3Moe, padded experts""")
 MULTIMODAL = [name for name, each in CLASSES.items() if "text_config" in each["options"]]
-ALWAYS_TIED = [name for name, each in CLASSES.items() if each["tied"] == [True]]  # in vLLM
 RECURRENT = ("FalconH1", "Mamba2")
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.
@@ -361,7 +360,7 @@ def small_model(name, tied=False, **changes) -> PreTrainedModel:
     """Random; untied, its logits are so wide that a lost scale or cap shows. `changes` are of the text model."""
     if name == "Qwen3_5":
         import_qwen3_5()
-    tied = tied or name in ALWAYS_TIED
+    tied = tied or CLASSES[name]["tied"] == [True]  # vLLM ties it always
     options, auto, tie = CLASSES[name]["options"], AutoModelForCausalLM, {"tie_word_embeddings": tied}
     if "text_config" in options:
         auto = AutoModelForImageTextToText

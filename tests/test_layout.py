@@ -20,8 +20,7 @@ MAY_IMPORT = {
 # In addition, in a function.
 LATER = {"extras": "probe"}
 VLLM = {"grpo", "engine_adapter", "verify", "vllm_cases", "extras", "examples", "lab"}  # in functions
-ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"
-FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
+FILES = sorted([*ROOT.glob("*.py"), *(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))])
 
 
 def imported(nodes):

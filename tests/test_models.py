@@ -1,7 +1,7 @@
 """A model's folder: tokens, stop tokens, what is left out, the text of multimodal models, what is saved.
 
 tests/data/tokenizers.json has published forms of tokenizer.json, with small vocabularies. Folders that are refused are
-in test_bad_input.py. And what a toy is taught, and how a folder appears.
+in test_bad_input.py. And how a folder appears.
 """
 
 import json
@@ -40,7 +40,7 @@ from transformers import (
 from extras.shared.masks import MaskedSampling
 from model_folder import describe, load, load_tokenizer, read_config, save_policy
 from report.files import appears_whole
-from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
+from tasks.toys import EOS, toy_tokenizer
 
 # ------------------------------------------------------------------------------------------------ tokens
 BEGINS = "<|begin|> $A"
@@ -217,11 +217,4 @@ def test_a_folder_appears_when_it_is_whole_and_the_faster_of_two_processes_wins(
             folder.mkdir()
             (folder / "file").write_text(folder.parent.name)
     assert (theirs / "file").read_text() == tmp_path.name and [*tmp_path.iterdir()] == [theirs]
-    with pytest.raises(FileNotFoundError), appears_whole(tmp_path / "other"):
-        pass  # nothing is written
 
-
-def test_the_seed_alone_decides_what_a_toy_is_taught():
-    toy, config = TOYS["digits"]._replace(steps=2), toy_config("digits")
-    first, again, other = (teach(toy, config, seed).model.norm.weight.tolist() for seed in (1, 1, 2))
-    assert first == again != other

@@ -12,19 +12,17 @@ from helpers import (
     TINY,
     close_live_engine,
     parametrize,
-    policy_in,
     python,
     qwen2,
     read_json,
     run_script,
     small_model,
-    stored,
     value_error,
 )
 from transformers import AutoModelForCausalLM
 
-from verify import parity, proof
-from verify.parity import Sampled, check, hypotheses
+from verify import proof
+from verify.parity import check
 from vllm_cases import prepare_environment
 
 pytestmark = pytest.mark.engine
@@ -83,21 +81,6 @@ def stack(folder, dtype="float32", **arguments):
     made.llm.llm_engine.engine_core.shutdown()
 
 
-@parametrize("file, group, expected", [
-    ("v0_0.8.5_fp32", "t0.7_p0.9", "processed"), ("v0_0.8.5_fp32", "t0.7_pen", "processed"),
-    ("v0_0.8.5_bf16", "t0.7", "processed"), ("v1_0.18.1_fp32_default", "t0.7_pen", "raw"),
-    ("v1_0.32.0_bf16_default", "t0.7", "raw"), ("v1_0.18.1_fp32_fixes", "t0.7_k20", "processed")])  # fmt: skip
-@torch.no_grad()
-def test_the_values_of_three_versions_of_vllm_are_recognised(file, group, expected):
-    trace = stored(file)[group]
-    given, dtype = parity.sampling_of(trace.sampling), getattr(torch, trace.dtype)
-    rollouts = trace.rollouts[:16]
-    reported = [value for rollout in rollouts for value in rollout.logprobs]
-    rows = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
-    sampled = Sampled(policy_in(TINY, dtype).model, given, dtype, rows, reported)
-    assert sampled.judged(sampled.reported, hypotheses(given))[:2] == (expected, True)
-
-
 # ------------------------------------------------------------------------------------------------ verdicts
 @parametrize("family, fixed, dtype", [
     ("Qwen2", True, "float32"), ("Qwen2", False, "bfloat16"), ("Llama", True, "bfloat16"), ("Llama", False, "float32"),
@@ -133,7 +116,8 @@ def test_each_planted_fault_is_hit_and_nothing_else(tmp_path, family, fixed, dty
         hits([], trainer=own.trainer(top_k=4), **masked)
         for wrong in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4}):
             hits(["trainer"], trainer=own.trainer(**wrong), **masked)
-        hits([], sampling={"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.3})
+        hits([], sampling={"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2})
+        hits([], sampling={"min_p": 0.02, "presence_penalty": 0.9, "frequency_penalty": 0.4})
         if dtype == "bfloat16" and family == "Qwen2":  # float32 weights, whose step the engine's rounding undoes
             own.model.float()
             ids = torch.arange(4, 60)[None]

@@ -235,6 +235,7 @@ def test_an_engine_in_another_process_is_reached_through_its_worker(tmp_path, mo
 # ------------------------------------------------------------------------------------------------ the command
 def test_the_command_says_it_without_a_trainer(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "verify")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else the command's own would stay for later tests
     arguments = SMALL | {"dtype": "float32"}
     words = ["verify/parity.py", "--model", TINY]
     with pytest.raises(SystemExit, match=r"^1$"):

@@ -45,7 +45,7 @@ test: setup
 
 # All tests of the engine that can run on model runner V2, a GPU's (tests/README.md).
 test-gpu-path: setup
-	RUNNER=v2 $(PYTEST) $(ARGS)
+	RUNNER=v2 $(PYTEST) -m engine $(ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -49,7 +49,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if RUNNER == "v2":
-        select_for_runner_v2(config, items)
+        mark_part(items)
     for item in items:
         if item.get_closest_marker("gpu") and not cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -57,11 +57,10 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.name != "test_the_default_job_learns_at_parity")
 
 
-def select_for_runner_v2(config, items):
-    """Tests of the engine; those of the chosen part have the marker `part`."""
+def mark_part(items):
     from gpu_path.chosen import PART
 
-    unknown, others = {*PART}, [item for item in items if "engine" not in item.keywords]
+    unknown = {*PART}
     for item in items:
         named = {name for name in PART if item.nodeid.removeprefix("tests/").startswith(name)}
         unknown -= named
@@ -69,8 +68,6 @@ def select_for_runner_v2(config, items):
             item.add_marker("part")
     if unknown and len(items) > 500:  # all tests were collected
         raise pytest.UsageError(f"tests/gpu_path/chosen.py names no test with {unknown}")
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,7 +57,7 @@ from rl import Batch, Policy, make_batch
 from tasks import Task
 from tasks.options import Options
 from tasks.problem_files import load_task
-from train import Config, Sides, complete_run, first_load, load_policy
+from train import Config, Run, Sides, complete_run, first_load, load_policy
 from vllm_cases import prepare_environment
 
 logging.disable_progress_bar()
@@ -80,9 +80,6 @@ CLASSES = DESCRIBED["classes"]
 
 # ------------------------------------------------------------------------------------------------ other seeds
 SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to the seeds of models, runs, and what a test draws without one
-# In this process vLLM takes the kernels of a CPU without BF16 instructions (avx512), or without AVX-512 too (avx2).
-for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(os.environ.get("VLLM_KERNELS"), []):
-    setattr(torch.cpu, f"_is_avx512_{each}supported", lambda: False)
 
 
 # ------------------------------------------------------------------------------------------------ one live engine
@@ -167,6 +164,11 @@ def changed(group, options) -> object:
     return replace(group, **{
         name: changed(value, options) if is_dataclass(value) else options.get(name, value)
         for name, value in vars(group).items()})  # fmt: skip
+
+
+def bare_run(config, task=None, sampling=None, **parts) -> Run:
+    """A run of which only its options and these parts count."""
+    return Run(config, "", task, sampling, None, set(), {}, [], **parts)
 
 
 def built(root, out, **options) -> Sides:
@@ -309,9 +311,9 @@ def move_and_load(policy, engine, scale=0.02, seed=0):
 
 
 # ------------------------------------------------------------------------------------------------ small models
-def qwen2(tied=False, seed=0, dtype=torch.float32, **changes) -> Qwen2ForCausalLM:
+def qwen2(tied=False, dtype=torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
-    torch.manual_seed(seed + SHIFT)
+    torch.manual_seed(SHIFT)
     model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied, "pad_token_id": None}
                                         | changes))  # a token for padding would have an embedding of zeros
     with torch.no_grad():
@@ -326,7 +328,6 @@ ARCHITECTURES = re.split("; |\n", """Llama; Llama, biases; Llama, yarn; Llama, l
 Qwen3; Mistral; Gemma2; Gemma3Text; Gemma3Text, sliding and full; Phi3; Phi3, longrope; StableLm; Granite; Olmo2; Olmo3
 SmolLM3; GPTNeoX; Cohere; GPT2; Mixtral; FalconH1; Mamba2; Qwen3Moe; Qwen2Moe; Qwen3Moe, padded experts""")
 MULTIMODAL = [name for name, each in CLASSES.items() if "text_config" in each["options"]]
-ALWAYS_TIED = [name for name, each in CLASSES.items() if each["tied"] == [True]]  # in vLLM
 RECURRENT = ("FalconH1", "Mamba2")
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.
@@ -359,7 +360,7 @@ def small_model(name, tied=False, **changes) -> PreTrainedModel:
     """Random; untied, its logits are so wide that a lost scale or cap shows. `changes` are of the text model."""
     if name == "Qwen3_5":
         import_qwen3_5()
-    tied = tied or name in ALWAYS_TIED
+    tied = tied or CLASSES[name]["tied"] == [True]  # vLLM ties it always
     options, auto, tie = CLASSES[name]["options"], AutoModelForCausalLM, {"tie_word_embeddings": tied}
     if "text_config" in options:
         auto = AutoModelForImageTextToText

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import SIXTEEN, built
+from helpers import built, parametrize, value_error
 
-from engine_adapter import ParityFlags, Rollout, Source
+from engine_adapter import ParityFlags, Rollout
 from objectives import OBJECTIVES, Objective, grpo
 from tasks import Problem
 from train import evaluate, train, train_step
@@ -31,9 +31,9 @@ def test_a_source_returns_g_whole_rollouts_of_each_problem_in_the_order_of_the_p
     wrong = [right[:4], right * 2, right[1:], right[2:] + right[:2], right[::2] + right[1::2]]
     wrong += [[replace(right[0], **change), *right[1:]] for change in CHANGES]
     for rollouts in wrong:
-        with pytest.raises(ValueError, match=r"of a source must begin|a source must return 3 problems and 2 rollouts"):
+        with value_error(r"of a source must begin|a source must return 3 problems and 2 rollouts"):
             check_rollouts(PROBLEMS, rollouts, 3, 2, 1)
-    with pytest.raises(ValueError, match="a source must return 3 problems"):
+    with value_error("a source must return 3 problems"):
         check_rollouts(PROBLEMS[:2], right[:4], 3, 2, 1)
 
 
@@ -42,7 +42,7 @@ def test_advantages_are_finite_floating_numbers_of_rows_or_of_tokens():
     check_advantages(rows, mask)
     check_advantages(mask.double(), mask)
     for wrong in (rows[:, 0], mask[:1], mask[:, :2], rows[0, 0], rows.int(), rows * math.nan, rows * math.inf):
-        with pytest.raises(ValueError, match=r"advantages must be finite .* \(4, 4\), got"):
+        with value_error(r"advantages must be finite .* \(4, 4\), got"):
             check_advantages(wrong, mask)
 
 
@@ -51,15 +51,15 @@ def test_the_mean_of_the_loss_counts_each_token_that_a_filter_keeps_and_none_out
     for averaged in (mask, kept, mask > 0):
         check_averaged(averaged, kept, mask)
     for wrong in (0 * mask, 0 * mask + 1, mask * math.nan, mask[:, :1], mask[:1]):
-        with pytest.raises(ValueError, match="a token filter's second mask"):
+        with value_error("a token filter's second mask"):
             check_averaged(wrong, kept, mask)
 
 
 # ------------------------------------------------------------------------------------------------ in a step
-def longer_prompts(trainer, is_stale: bool = False) -> None:
+def longer_prompts(trainer, is_stale=False):
     usual = trainer.source.next
 
-    def longer(step: int):
+    def longer(step):
         problems, rollouts = usual(step)
         for rollout in rollouts:
             rollout.prompt_ids = [*rollout.prompt_ids, 5]
@@ -69,14 +69,18 @@ def longer_prompts(trainer, is_stale: bool = False) -> None:
     trainer.source.next = longer
 
 
+def reverse_answers(trainer):
+    answer = trainer.source.answer
+    trainer.source.answer = lambda *given, **how: answer(*given, **how)[::-1]
+
+
 def objective(surrogate, **changes):
     return lambda trainer: OBJECTIVES.update(grpo=Objective(surrogate, **changes))
 
 
 FAULTS = {
     "prompts": (longer_prompts, AuditError, "the mismatch is .* nats, more than 10 times the canary's limit"),
-    "order": (lambda trainer: setattr(trainer.source, "answer", lambda *given, **how: Source.answer(
-        trainer.source, *given, **how)[::-1]), ValueError, "of a source must begin with its problem's prompt"),
+    "order": (reverse_answers, ValueError, "of a source must begin with its problem's prompt"),
     "a gradient": (lambda trainer: trainer.policy.model.get_output_embeddings().weight.sum().backward(), ValueError,
                    "must leave no gradient"),
     "a source": (lambda trainer: setattr(trainer.source, "answer", lambda *given, **how: {}["mine"]), ValueError,
@@ -94,7 +98,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@parametrize("fault", FAULTS)
 def test_a_step_is_not_trained_on_what_a_fork_returns_wrongly(good, tmp_path, monkeypatch, fault):
     monkeypatch.setattr("train.OBJECTIVES", OBJECTIVES)
     monkeypatch.setitem(OBJECTIVES, "grpo", OBJECTIVES["grpo"])  # restored
@@ -107,43 +111,30 @@ def test_a_step_is_not_trained_on_what_a_fork_returns_wrongly(good, tmp_path, mo
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.policy.copied_weights().items())
 
 
-@pytest.mark.parametrize("options", [dict(parity=ParityFlags(sampling_mask=False), top_p=0.9), {}], ids=["off", "on"])
+@parametrize("options", [dict(parity=ParityFlags(sampling_mask=False), top_p=0.9), {}], ids=["off", "on"])
 def test_with_a_fix_off_a_step_may_have_any_mismatch_and_stale_rows_may_always(good, tmp_path, options):
     trainer = built(good, tmp_path, temperature=2.0, **options)
     longer_prompts(trainer, is_stale=not options)
     assert train_step(trainer, 1).metrics["mismatch_abs_mean"] > 0.1
 
 
-@pytest.mark.engine
-def test_weights_that_change_between_a_load_and_its_step_stop_the_run(good, tmp_path):
-    """Neither the proof nor the canary sees it: they come before. In 16 bits the limit is a multiple of the noise."""
-    trainer = built(good, tmp_path, engine="vllm", dtype=str(SIXTEEN).removeprefix("torch."), lr=1e-5)
-    train_step(trainer, 1)
-    for parameter in trainer.policy.model.parameters():
-        parameter.data *= 4
-    with pytest.raises(AuditError, match=r"the mismatch is .* nats, more than 10 times the canary's limit"):
-        train_step(trainer, 2)
-
-
 FIGURES = {
     "reward": lambda trainer, more: setattr(trainer.source, "after_update", more),
-    "update_s": lambda trainer, more: setattr(trainer.source, "after_update", more),
     "eval_reward": lambda trainer, more: trainer.run.step_metrics.append(lambda step: more()),
     "eval_agree": lambda trainer, more: trainer.run.evaluations.append(lambda answers: more()),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("figure", FIGURES)
+@parametrize("figure", FIGURES)
 def test_a_source_an_observer_and_an_evaluation_may_not_replace_a_figure(good, tmp_path, figure):
     trainer = built(good, tmp_path, steps=1, eval_problems=2)
     FIGURES[figure](trainer, lambda: {figure: 7.0})
-    with pytest.raises(ValueError, match=f"must have a name of its own, got {figure}"):
+    with value_error(f"must have a name of its own, got {figure}"):
         train(trainer)
 
 
 def test_answers_of_an_evaluation_belong_to_its_problems(good, tmp_path):
     trainer = built(good, tmp_path, eval_problems=2)
-    answer = trainer.source.answer
-    trainer.source.answer = lambda *given, **how: answer(*given, **how)[::-1]
-    with pytest.raises(ValueError, match="of a source must begin with its problem's prompt"):
+    reverse_answers(trainer)
+    with value_error("of a source must begin with its problem's prompt"):
         evaluate(trainer, 0)

@@ -3,11 +3,10 @@
 import json
 import math
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 
 import torch
 import tyro
-from helpers import config_of, parametrize, value_error
+from helpers import bare_run, config_of, parametrize, value_error
 
 from engine_adapter import SETTINGS, ParityFlags, Setting, wanted_settings
 from train import Config
@@ -25,7 +24,7 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
     def changed(option, *variants, inflight_groups=1):
         config = config_of(ParityFlags(**{option: False}), variants=variants, inflight_groups=inflight_groups)
-        run = SimpleNamespace(config=config, engine={}, further={}, policy={}, not_stated=set())
+        run = bare_run(config)
         config.extra.variants.install(run)
         return run.engine | run.further | run.policy
 
@@ -37,24 +36,18 @@ def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_
     assert changed("inflight_keep", "recompute", inflight_groups=0) == {}  # a notice names the idle switch
 
 
-def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_is_on_by_default_is_a_fix(monkeypatch):
+def test_a_flag_of_a_fork_needs_a_row_and_is_a_fix_only_if_it_is_on_by_default(monkeypatch):
+    """A fork's fix in a run: full_kv_cache in test_forks.py."""
     @dataclass(frozen=True)
     class Fork(ParityFlags):
         fcfs: bool = True
         own: bool = False
 
-    rows = [Setting("fcfs", "scheduling_policy", "fcfs", "priority"), Setting("own", "enable_lora", True, False)]
-    monkeypatch.setattr("engine_adapter.SETTINGS", SETTINGS + rows[:1])
+    row = Setting("fcfs", "scheduling_policy", "fcfs", "priority")
+    monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, row])
     with value_error(r"a flag of ParityFlags must have a row of SETTINGS, \{'own'\} have none"):
         wanted_settings(Fork())
-    monkeypatch.setattr("engine_adapter.SETTINGS", SETTINGS + rows)
-    for fcfs, value in (True, "fcfs"), (False, "priority"):
-        assert wanted_settings(Fork(fcfs=fcfs))["scheduling_policy"] == value
     assert (Fork().off(), Fork(fcfs=False).off()) == ([], ["fcfs"])
-
-
-def test_added_adapters_are_a_fault_of_vllms_weights_alone():
-    assert config_of(lora_rank=4, lora_forward="added", engine="transformers", tis="token")
 
 
 RANGES = """[0, 999999] steps
@@ -75,16 +68,18 @@ RANGES = """[0, 999999] steps
 [1e-30, 1e6] kv_cache_gib reward_limit_s"""
 
 
+def is_refused(name, value):
+    try:
+        config_of(**{name: value})
+    except ValueError as error:
+        return str(error).startswith(f"{name} must be in [")
+
+
 @parametrize("line", RANGES.split("\n"))
 def test_an_option_takes_the_ends_of_its_range_and_nothing_beyond(line):
     ends, names = json.loads(line[: line.index("]") + 1]), line.partition("] ")[2]
     beyond = [end + side if isinstance(end, int) else math.nextafter(end, side * math.inf)
               for end, side in zip(ends, (-1, 1), strict=True)]  # fmt: skip
     for name in names.split():
-        for value, allowed in *((end, True) for end in ends), *((each, False) for each in beyond):
-            said = ""
-            try:
-                config_of(**{name: value})
-            except ValueError as error:
-                said = str(error)
-            assert said.startswith(f"{name} must be in [") != allowed, (name, value)
+        assert not any(is_refused(name, end) for end in ends), name
+        assert all(is_refused(name, value) for value in beyond), name

@@ -15,7 +15,7 @@ NO_MASK, RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logprobs=
 
 
 @parametrize("options", [  # those with which no other test starts a run
-    dict(parity=NO_MASK, min_p=0.1), dict(lora_rank=4), dict(parity=RAW, variants=("both-raw",)),
+    dict(parity=NO_MASK, min_p=0.1), dict(parity=RAW, variants=("both-raw",)),
     dict(dtype="bfloat16", steps=0, num_prompts=999),  # more than there are problems
 ], ids=str)  # fmt: skip
 def test_the_stated_distribution_passes_under_its_name(good, tmp_path, capsys, options):

@@ -47,9 +47,7 @@ def anchors(page):
 
 @each_page
 def test_each_link_names_what_is_there(page):
-    prose = CODE.sub("", read(page))
-    assert not re.findall(r"(?<![\[\w-])[\w-]+#\d{3,}|(?<!\[)arXiv \d", prose), "an issue or a paper without a link"
-    for text, target, anchor in re.findall(r"\[([^]]*)\]\((?!https://)([^)#]*)#?([^)]*)\)", prose):
+    for text, target, anchor in re.findall(r"\[([^]]*)\]\((?!https://)([^)#]*)#?([^)]*)\)", CODE.sub("", read(page))):
         file = page.parent / target if target else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), anchor
@@ -89,9 +87,6 @@ def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
         elif name in PROGRAMS and "--help" not in words:
             options = tyro.cli(PROGRAMS[name], args=words)
             assert name != "lab.study" or options.print is None or (study.RECORDS / f"{options.study}.json").exists()
-        elif name != "pytest":
-            file = name.replace(".", "/") + ".py"
-            assert (ROOT / file).exists() or (ROOT / "verify" / file).exists(), command
 
 
 @each_page

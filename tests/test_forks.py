@@ -4,13 +4,12 @@ import gc
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, close_live_engine, copied, python
+from helpers import ROOT, ROUNDING, close_live_engine, copied, parametrize, python
 
 from objectives import group_advantages
 
@@ -48,7 +47,7 @@ def check_two_turns(done):
     assert done.metrics["mismatch_max"] < 100 * ROUNDING
 
 
-def advantages_of(scores: list[float]) -> torch.Tensor:
+def advantages_of(scores):
     return group_advantages(torch.tensor(scores).double(), 8, None)  # (B, 1)
 
 
@@ -75,19 +74,19 @@ def check_full_kv_cache(done):
     assert 1e-3 < done.metrics["mismatch_abs_mean"] < 1
 
 
-def apply(name: str, folder: Path) -> None:
+def apply(name, folder):
     patch = (ROOT / "examples" / "forks" / f"{name}.patch").read_bytes()
     command = ["patch", "--strip", "1", "--fuzz", "0"]
     subprocess.run(command, cwd=folder, input=patch, check=True, capture_output=True)
 
 
 @contextmanager
-def fork(name: str, folder: Path) -> Iterator[None]:
+def fork(name, folder):
     """The product's files with the patch applied, in place of those that this process has imported."""
     names = {path.stem for path in copied(folder).iterdir()}
     apply(name, folder)
 
-    def imported() -> dict[str, object]:
+    def imported():
         return {each: sys.modules.pop(each) for each in list(sys.modules) if each.partition(".")[0] in names}
 
     close_live_engine()
@@ -102,7 +101,7 @@ def fork(name: str, folder: Path) -> Iterator[None]:
         gc.collect()  # an engine of the page ends here
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@parametrize("name", OPTIONS)
 def test_a_fork_does_what_its_paper_says(name, tmp_path):
     with fork(name, tmp_path / "fork"):
         import train
@@ -137,7 +136,6 @@ def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch)
         done = grpo.update(torch.nn.ParameterList([table]), torch.optim.SGD([table]), (None, None, ones),
                            torch.tensor([[1.0], [1.0], [-1.0]]), 0 * ones, ones, options)  # fmt: skip
         assert done["loss"] == pytest.approx(-(1.25 + 1.28 - 0.8) / 3, rel=1e-5)
-        assert done["clip_rate"] == pytest.approx(2 / 3)
 
 
 def test_the_tests_of_tables_that_a_patch_adds_to_pass_in_a_fork_of_all(tmp_path):

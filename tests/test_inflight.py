@@ -197,7 +197,7 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
         assert fresh < AT_PARITY < 100 * AT_PARITY < stale
 
 
-@pytest.mark.parametrize("cache", [{}, VERSIONED])
+@parametrize("cache", [{}, VERSIONED])
 def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(engine_folder, cache):
     """The small cache holds about half of the running rollouts, so vLLM preempts some."""
     with backend(engine_folder, block_size=32, kv_cache_gib=0.0006, **cache) as (policy, engine):
@@ -234,19 +234,15 @@ def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_
     assert sum(row["updates"] > 0 and row["staleness_max"] > 0 for row in found) > 2
 
 
-def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_path):
-    """A step is under way when it begins. The policy does not change, so that any mismatch is a wrong token."""
-    _, *found = rows_of_run(good, tmp_path, f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1"
-                            " --parity.no-uncached-runtime --variants async-scheduling")  # fmt: skip
-    assert max(row["staleness_max"] for row in found) > 0
-    assert max(row["mismatch_max"] for row in found) < ROUNDING
-
-
-def test_scheduling_ahead_without_groups_in_flight_labels_no_token_with_other_weights(good, tmp_path):
-    words = "--schedule-ahead --task {root}/task.py --steps 3 --lr 1e-2 --eval-problems 4"
-    _, *found = rows_of_run(good, tmp_path, words)
+@parametrize("options, is_stale", [
+    # A step is under way when an evaluation begins. The policy does not change, so any mismatch is a wrong token.
+    (f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1 --parity.no-uncached-runtime --variants async-scheduling", True),
+    ("--schedule-ahead --task {root}/task.py --steps 3 --lr 1e-2 --eval-problems 4", False)],
+    ids=["in flight", "alone"])  # fmt: skip
+def test_with_async_scheduling_no_token_is_wrong_or_has_other_weights(good, tmp_path, options, is_stale):
+    _, *found = rows_of_run(good, tmp_path, options)
     assert read_json(tmp_path / "config.json")["audit"]["async_scheduling"] is True
-    assert {row["staleness_max"] for row in found} == {0} and found[0]["updates"] > 0
+    assert any(row["staleness_max"] for row in found) == is_stale and found[0]["updates"] > 0
     assert max(row["mismatch_max"] for row in found) < ROUNDING
 
 

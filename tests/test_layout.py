@@ -3,8 +3,7 @@
 import ast
 import re
 
-import pytest
-from helpers import ROOT, python
+from helpers import ROOT, parametrize, python
 
 # What a file or a folder may import of ours at its top.
 MAY_IMPORT = {
@@ -18,21 +17,20 @@ MAY_IMPORT = {
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip
 VLLM = {"grpo", "engine_adapter", "verify", "vllm_cases", "extras", "examples", "lab"}  # in functions
-ROOMS = "tasks", "verify", "report", "extras", "lab", "examples", "exercises"
-FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
+FILES = sorted([*ROOT.glob("*.py"), *(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))])
 
 
-def imported(nodes: list[ast.AST]) -> set[str]:
+def imported(nodes):
     """The files and folders that these statements import."""
     found = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     found += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return {module.split(".")[0] for module in found}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_imports_what_its_layer_may(path):
     tree, room = ast.parse(path.read_text()), path.relative_to(ROOT).with_suffix("").parts[0]
-    at_the_top, everywhere = imported(tree.body), imported(list(ast.walk(tree)))
+    at_the_top, everywhere = imported(tree.body), imported([*ast.walk(tree)])
     allowed = {room, *MAY_IMPORT[room].split()}
     assert at_the_top & MAY_IMPORT.keys() <= allowed
     assert everywhere & MAY_IMPORT.keys() <= allowed

@@ -32,23 +32,22 @@ def test_the_figures_of_rollouts_equal_hand_computed_values():
 
 
 def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones():
-    def values(stale):
-        """Three rows of current weights, and so many that are stale."""
-        rows = [Rollout([0], None, [5] * 4, [logprob] * 4, [version] * 4, reward=1.0, score=1.0)
-                for logprob, version in [(-0.2, 1), (-0.9, 1), (-0.5, 1)] + [(-9.0, 0)] * stale]  # fmt: skip
-        batch = make_batch(rows)
-        batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask,
-                        entropy=batch.mask * (batch.behavior_logprobs + 2))
+    def figures(batch):
         measured = {"entropy": batch.entropy, "varentropy": batch.mask, "kept_mass": 0.9 * batch.mask}
-        current = batch.mask_rows([True] * 3 + [False] * stale)
-        figures = metrics.before_update(batch, current, measured, torch.ones(len(rows)), torch.ones(1, 1).bool(), 1,
-                                        objective=OBJECTIVES["grpo"], clip=(0.2, 0.2), max_length=8)
-        means = figures["kept_mass"], figures["entropy"]
-        assert means == pytest.approx((0.9, 2 - (1.6 + 9 * stale) / (3 + stale)))
-        assert (figures["mismatch_max"] > 1) == bool(stale)
-        return {name: value for name, value in figures.items() if re.match("current|backend|surprisal", name)}
+        current = batch.mask_rows([rollout.versions[0] == 1 for rollout in batch.rollouts])
+        return metrics.before_update(batch, current, measured, torch.ones(len(batch.mask)), torch.ones(1, 1).bool(), 1,
+                                     objective=OBJECTIVES["grpo"], clip=(0.2, 0.2), max_length=8)
 
-    assert values(2) == pytest.approx(values(0)) and len(values(0)) == 6
+    batch = make_batch([Rollout([0], None, [5] * 4, [logprob] * 4, [version] * 4, reward=1.0, score=1.0)
+                        for logprob, version in ((-0.2, 1), (-0.9, 1), (-0.5, 1), (-9.0, 0), (-9.0, 0))])
+    batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask,
+                    entropy=batch.mask * (batch.behavior_logprobs + 2))
+    whole, alone = figures(batch), figures(batch.select(torch.arange(3)))
+    assert (whole["kept_mass"], whole["entropy"]) == pytest.approx((0.9, 2 - (1.6 + 18) / 5))
+    assert whole["mismatch_max"] > 1 > alone["mismatch_max"]
+    of_current = [name for name in whole if re.match("current|backend|surprisal", name)]
+    assert len(of_current) == 6
+    assert [whole[name] for name in of_current] == pytest.approx([alone[name] for name in of_current])
 
 
 def test_the_surprisal_beyond_the_entropy_equals_a_hand_computed_value_in_standard_deviations():

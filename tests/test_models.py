@@ -1,7 +1,7 @@
 """A model's folder: tokens, stop tokens, what is left out, the text of multimodal models, what is saved.
 
 tests/data/tokenizers.json has published forms of tokenizer.json, with small vocabularies. Folders that are refused are
-in test_bad_input.py. And what a toy is taught, and how a folder appears.
+in test_bad_input.py. And how a folder appears.
 """
 
 import json
@@ -40,7 +40,7 @@ from transformers import (
 from extras.shared.masks import MaskedSampling
 from model_folder import describe, load, load_tokenizer, read_config, save_policy
 from report.files import appears_whole
-from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
+from tasks.toys import EOS, toy_tokenizer
 
 # ------------------------------------------------------------------------------------------------ tokens
 BEGINS = "<|begin|> $A"
@@ -195,19 +195,16 @@ def test_a_saved_policy_has_the_umasks_mode_the_runs_sampling_and_a_base_that_tr
     """Or it says that version 4 finds another one. The sampling is without its length."""
     model, folder, mask = small_model(name, rope_theta=2e4), tmp_path / "policy", dict(top_k=5, top_p=0.9, min_p=0.02)
     model.save_pretrained(tmp_path)
-    usual, own = os.umask(0o027), model.generation_config
+    usual = os.umask(0o027)
     sampling, task = MaskedSampling(0.7, 4, (EOS, 0), **mask), SimpleNamespace(tokenizer=toy_tokenizer())
     save_policy(SimpleNamespace(sampling=sampling, task=task), model, folder)
     os.umask(usual)
     assert (folder / "model.safetensors").stat().st_mode == 0o100640
     saved = read_json(folder / "generation_config.json")
-    assert model.generation_config is own and saved.pop("transformers_version")
+    assert saved.pop("transformers_version")
     assert saved == mask | {"do_sample": True, "temperature": 0.7, "eos_token_id": [EOS, 0], "pad_token_id": 0}
     assert read_json(folder / "config.json").get("rope_theta") == base
     assert ("transformers 4 would read" in capsys.readouterr().out) == (base is None)
-    before, after = (AutoConfig.from_pretrained(each).to_dict() | {"rope_theta": 0, "_name_or_path": ""}
-                     for each in (tmp_path, folder))  # fmt: skip
-    assert after == before
 
 
 def test_a_folder_appears_when_it_is_whole_and_the_faster_of_two_processes_wins(tmp_path):
@@ -218,11 +215,4 @@ def test_a_folder_appears_when_it_is_whole_and_the_faster_of_two_processes_wins(
             folder.mkdir()
             (folder / "file").write_text(folder.parent.name)
     assert (theirs / "file").read_text() == tmp_path.name and [*tmp_path.iterdir()] == [theirs]
-    with pytest.raises(FileNotFoundError), appears_whole(tmp_path / "other"):
-        pass  # nothing is written
 
-
-def test_the_seed_alone_decides_what_a_toy_is_taught():
-    toy, config = TOYS["digits"]._replace(steps=2), toy_config("digits")
-    first, again, other = (teach(toy, config, seed).model.norm.weight.tolist() for seed in (1, 1, 2))
-    assert first == again != other

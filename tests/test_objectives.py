@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import parametrize, value_error
 
 from objectives import OBJECTIVES, loss_weights
 
 
-def advantages(rewards: list[float], group_size: int, objective: str = "grpo") -> list[float]:
+def advantages(rewards, group_size, objective="grpo"):
     """Of responses of one token, which the reference scores as the policy does: a fork's row may use both."""
     ones = torch.ones(len(rewards), 1)
     batch = SimpleNamespace(mask=ones, old_logprobs=-ones, behavior_logprobs=-ones, ref_logprobs=-ones)
@@ -23,11 +24,11 @@ def advantages(rewards: list[float], group_size: int, objective: str = "grpo") -
 
 
 def test_a_normalizer_is_one_of_three():
-    with pytest.raises(ValueError, match="normalizer must be token, sequence or constant, got tokens"):
+    with value_error("normalizer must be token, sequence or constant, got tokens"):
         loss_weights(torch.ones(2, 3), "tokens", 3)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@parametrize("objective", OBJECTIVES)
 def test_group_advantages_equal_hand_computed_values_and_equal_rewards_have_none(objective):
     """A response that is left out (nan) has none, and its group is smaller: at 0 a failure would beat -1."""
     for value, group_size in product([0.1, 0.7, 1 / 3, -0.6, 1e-8, 1e6 + 0.3, math.nan], range(2, 70, 3)):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from contextlib import contextmanager
 
@@ -13,18 +12,17 @@ from helpers import (
     TINY,
     close_live_engine,
     parametrize,
-    policy_in,
     python,
     qwen2,
+    read_json,
     run_script,
     small_model,
-    stored,
     value_error,
 )
 from transformers import AutoModelForCausalLM
 
-from verify import parity, proof
-from verify.parity import Sampled, check, hypotheses
+from verify import proof
+from verify.parity import check
 from vllm_cases import prepare_environment
 
 pytestmark = pytest.mark.engine
@@ -43,13 +41,17 @@ class Stack:
 
         self.llm = LLM(folder, dtype=dtype, **SMALL | arguments)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        self.plant = self.after = lambda *_: None
+        self.plant = None
 
     def sync(self):
         weights = dict(self.model.state_dict())
-        self.plant(weights)
+        if self.plant:
+            self.plant(weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-        self.after(self.llm)
+
+    def clean_sync(self):
+        self.sync()
+        self.llm.reset_prefix_cache()
 
     def lines(self, **options):
         return {line.name: line for line in check(self.llm, self.model, **options)}
@@ -79,21 +81,6 @@ def stack(folder, dtype="float32", **arguments):
     made.llm.llm_engine.engine_core.shutdown()
 
 
-@parametrize("file, group, expected", [
-    ("v0_0.8.5_fp32", group, "processed") for group in ("t0.7", "t0.7_k20", "t0.7_p0.9", "t0.7_pen")] + [
-    ("v0_0.8.5_bf16", "t0.7", "processed"), ("v1_0.18.1_fp32_default", "t0.7_pen", "raw"),
-    ("v1_0.32.0_bf16_default", "t0.7", "raw"), ("v1_0.18.1_fp32_fixes", "t0.7_k20", "processed")])  # fmt: skip
-@torch.no_grad()
-def test_the_values_of_three_versions_of_vllm_are_recognised(file, group, expected):
-    trace = stored(file)[group]
-    given, dtype = parity.sampling_of(trace.sampling), getattr(torch, trace.dtype)
-    rollouts = trace.rollouts[:16]
-    reported = [value for rollout in rollouts for value in rollout.logprobs]
-    rows = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
-    sampled = Sampled(policy_in(TINY, dtype).model, given, dtype, rows, reported)
-    assert sampled.judged(sampled.reported, hypotheses(given))[:2] == (expected, True)
-
-
 # ------------------------------------------------------------------------------------------------ verdicts
 @parametrize("family, fixed, dtype", [
     ("Qwen2", True, "float32"), ("Qwen2", False, "bfloat16"), ("Llama", True, "bfloat16"), ("Llama", False, "float32"),
@@ -104,13 +91,12 @@ def test_each_planted_fault_is_hit_and_nothing_else(tmp_path, family, fixed, dty
     small_model(family).save_pretrained(tmp_path)
     with stack(TINY if family == "Qwen2" else tmp_path, dtype, **FIXED if fixed else {}) as own:
         def hits(wanted, plant=None, **options):
-            usual_plant, own.plant = own.plant, plant or own.plant
+            own.plant = plant
             verdicts = own.verdicts(**options)
-            own.plant = usual_plant
+            own.plant = None
             if plant:  # a skipped tensor is memory that nothing has written; NaN from it stays in the KV cache
-                own.sync()
+                own.clean_sync()
                 own.llm.collective_rpc(lambda worker: [cache.zero_() for cache in worker.model_runner.kv_caches][:0])
-                own.llm.reset_prefix_cache()
             found = {name for name, verdict in verdicts.items() if verdict == "hit"}
             # A wrong load shows in these, too, as far as rounding lets it.
             assert found - ({"numerics", "cache"} if "loads" in wanted else set()) == usual | set(wanted), verdicts
@@ -124,14 +110,14 @@ def test_each_planted_fault_is_hit_and_nothing_else(tmp_path, family, fixed, dty
             own.model.get_parameter(Q)[3, 5] *= 1.01  # the engine's is stale
         hits(["loads"])
         own.sync()
-        own.after = lambda llm: llm.reset_prefix_cache()
-        hits([], sync=own.sync)
+        hits([], sync=own.clean_sync)
         for wrong in ({"temperature": 1.0}, {"place": 0}):
             hits(["trainer"], trainer=own.trainer(**wrong))
         hits([], trainer=own.trainer(top_k=4), **masked)
         for wrong in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4}):
             hits(["trainer"], trainer=own.trainer(**wrong), **masked)
-        hits([], sampling={"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.3})
+        hits([], sampling={"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2})
+        hits([], sampling={"min_p": 0.02, "presence_penalty": 0.9, "frequency_penalty": 0.4})
         if dtype == "bfloat16" and family == "Qwen2":  # float32 weights, whose step the engine's rounding undoes
             own.model.float()
             ids = torch.arange(4, 60)[None]
@@ -139,7 +125,7 @@ def test_each_planted_fault_is_hit_and_nothing_else(tmp_path, family, fixed, dty
             with torch.no_grad():
                 for each in own.model.parameters():
                     each.sub_(each.abs() * each.grad.sign(), alpha=0.9 * 2**-9)
-            hits(["weights"], sync=own.sync, trainer=own.trainer())
+            hits(["weights"], sync=own.clean_sync, trainer=own.trainer())
 
 
 def test_values_of_generation_config_that_act_are_named(tmp_path):
@@ -154,7 +140,7 @@ def test_values_of_generation_config_that_act_are_named(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ no trace
-def test_a_check_changes_no_bit_of_what_comes_after(tmp_path):
+def test_a_check_changes_no_bit_of_what_comes_after():
     """Weights, gradients, random states, samples without a seed, and dropout."""
     def outcome(checks):
         with stack(TINY, **FIXED) as own:
@@ -193,7 +179,6 @@ def test_what_cannot_be_checked_or_arrives_nowhere_is_said_in_a_sentence(monkeyp
         up = own.model.get_parameter(UP).data
         for complaint, options in (
             ("sampling must have some of temperature, top_k", dict(sampling={"temperature": 0})),
-            ("sampling must have some of temperature, top_k", dict(sampling={"seed": 1})),
             ("sampling must have some of temperature, top_k", dict(sampling={"temperature": "0.7"})),
             ("a number for each token", dict(trainer=lambda prompt, response: [0.0])),
             ("one row of numbers", dict(trainer=lambda prompt, response: None)),
@@ -203,8 +188,7 @@ def test_what_cannot_be_checked_or_arrives_nowhere_is_said_in_a_sentence(monkeyp
             with value_error(complaint):
                 own.lines(**options)
         up -= 2  # of both calls
-        own.sync()
-        own.llm.reset_prefix_cache()
+        own.clean_sync()
         nan = own.lines(trainer=lambda *row: [torch.nan, *own.trainer()(*row)[1:]])["trainer"]
         assert (nan.verdict, nan.text) == ("hit", "16 of 512 values are not finite")
         assert own.verdicts(sync=own.sync)["cache"] == "cannot tell"  # no prompt fills a block
@@ -249,38 +233,21 @@ def test_an_engine_in_another_process_is_reached_through_its_worker(tmp_path, mo
 
 
 # ------------------------------------------------------------------------------------------------ the command
-def test_the_command_says_it_without_a_trainer(tmp_path, capsys, monkeypatch):
+def test_the_command_says_it_without_a_trainer(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "verify")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else the command's own would stay for later tests
     arguments = SMALL | {"dtype": "float32"}
     words = ["verify/parity.py", "--model", TINY]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=r"^1$"):
         run_script(*words, "--json", tmp_path / "lines.json", "--engine-args", json.dumps(arguments))
-    lines = {line["name"]: line for line in json.loads((tmp_path / "lines.json").read_text())}
-    assert ended.value.code == 1
+    lines = {line["name"]: line for line in read_json(tmp_path / "lines.json")}
     assert {name for name, line in lines.items() if line["verdict"] == "hit"} == {"semantics", "cache"}
     assert lines["semantics"]["figures"]["raw"] < 1e-5 < 0.1 < lines["semantics"]["figures"]["processed"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=r"^0$"):
         run_script(*words, "--engine-args", json.dumps(arguments | FIXED))
-    assert ended.value.code == 0
-    assert "hit " not in capsys.readouterr().out
 
 
 def test_the_command_refuses_bad_input_in_a_sentence(tmp_path):
     done = python("verify/parity.py", "--model", tmp_path, "--sampling", '{"min_tokens": 4}', status=2)
     assert done.stderr.splitlines()[-1].startswith("parity.py: error: ")
 
-
-def test_the_faults_of_vllms_reload_are_those_of_the_page(tmp_path, capfd, monkeypatch):
-    """A stale head, and memory that nothing has written."""
-    monkeypatch.syspath_prepend(ROOT / "verify")
-    prepare_environment()
-    page = (ROOT / "docs" / "audit.md").read_text()
-    code = re.search(r"```python\n(# VLLM_ENABLE_V1_MULTI.*?)```", page, re.DOTALL)[1]
-    (tmp_path / "reload_faults.py").write_text(code)
-    for seed in (0, 1):
-        qwen2(tied=True, seed=seed).save_pretrained(tmp_path / str(seed))
-    run_script(str(tmp_path / "reload_faults.py"), tmp_path / "0", tmp_path / "1")
-    printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Report")]
-    assert printed == [f"Report(differing=['{name}'], not_compared=[], not_given=[])"
-                       for name in ("lm_head.weight", "model.layers.0.mlp.gate_proj.weight")]

@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 
-from helpers import command, config_of, parametrize, read_json, refusal, rewrite, train_here, value_error
+from helpers import bare_run, command, config_of, parametrize, read_json, refusal, rewrite, train_here, value_error
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,7 +14,6 @@ from model_folder import load_tokenizer
 from tasks import Problem, Task, exact_match
 from tasks.options import Options
 from tasks.prompts import encode, fitting
-from train import Run
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
 CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"
@@ -119,9 +118,7 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
     (CHATML, {"system_prompt": "Be brief."}, ""),
     (CHATML + "<end>", {}, "1 prompts end with a stop token"),
     (CHATML, {"stop": 0}, "ends a turn with '<end>', which has no stop token of the model (<pad>)"),
-    (CHATML, {"stop": 0, "chat_template": False}, ""),
     (CHATML.replace("assistant ", "assistant <think>\n"), {}, "the prompt opens <think>"),
-    (CHATML.replace("assistant ", "assistant <think></think>"), {}, ""),
     (CHATML, {"problem": chat("user: 1+1", "assistant: 2")}, "1 chats end with an assistant's message"),
     (CHATML.replace("{{ m.role }}", "{{ m.role if m.role == 'user' else raise_exception('no') }}"), {"stop": 0}, ""),
     (CHATML, {"model": "M", "lr": 1e-6}, ""),
@@ -132,7 +129,7 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start(capsys, template,
     problem, stop = options.pop("problem"), options.pop("stop")
     config = config_of(**options)
     task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt)
-    config.extra.notices.install(Run(config, "", task, None, None, set(), {}, []))
+    config.extra.notices.install(bare_run(config, task))
     printed = capsys.readouterr().out
     assert said in printed and printed.count("notice: ") == bool(said)
 

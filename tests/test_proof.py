@@ -9,12 +9,13 @@ from helpers import (
     flip_a_bit,
     load_into,
     move,
+    parametrize,
     policy_of,
     started,
     value_error,
 )
 
-from verify.proof import differing, same_bits, unpacked
+from verify.proof import differing, unpacked
 from vllm_cases import WeightLoadError
 
 pytestmark = pytest.mark.engine
@@ -63,7 +64,7 @@ def test_the_packed_copy_of_a_convolution_is_compared_beside_the_unpacked_one(tm
         assert differing(engine.llm, policy.weights()).differing == [f"{name}.weight"]
 
 
-@pytest.mark.parametrize("name, dtype", [
+@parametrize("name, dtype", [
     ("Qwen3Moe, padded experts", torch.float32), ("Qwen2Moe", torch.bfloat16)])  # fmt: skip
 def test_a_swapped_expert_is_named_where_state_dict_has_all_of_a_layer_in_one_tensor(tmp_path, name, dtype):
     policy = policy_of(tmp_path, name, dtype=dtype)
@@ -84,7 +85,7 @@ def test_an_expert_of_more_than_2_16_values_comes_back_from_its_packing():
     assert torch.equal(unpacked(cpu_prepack_moe_weight(values[None], "vec")[0], (96, 1024), "vec"), values)
 
 
-@pytest.mark.parametrize("name, missing, layer, alone", [
+@parametrize("name, missing, layer, alone", [
     ("Qwen2", "self_attn.k_proj.weight", "self_attn.qkv_proj.weight", 2),
     ("Qwen3Moe", "mlp.experts.3.up_proj.weight", "mlp.experts.routed_experts.w13_weight", 11),
 ])  # fmt: skip
@@ -104,8 +105,3 @@ def test_a_tensor_of_another_length_is_named_and_a_layer_that_is_sent_in_part_is
         assert differing(engine.llm, weights) == ([], [f"{out}.weight"], [])
     close_live_engine()
 
-
-def test_equal_bits_are_those_of_equal_values_and_of_nan():
-    values = torch.tensor([1.0, 1.0 + 2**-23, torch.nan, torch.inf, torch.finfo(torch.float32).max])
-    assert [[same_bits(one, other) for other in values] for one in values] == torch.eye(5, dtype=bool).tolist()
-    assert not same_bits(torch.zeros(2), torch.zeros(3))

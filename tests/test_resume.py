@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -24,7 +23,6 @@ from helpers import built, command, contents, forked, outcome, parametrize, read
 import train
 from engine_adapter import Rollout, Sampling
 from report.files import checkpoints, save_checkpoint
-from tasks import Problem
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
@@ -54,13 +52,13 @@ def change(path, edit):
 
 # ------------------------------------------------------------------------------------------------ damaged, still whole
 @parametrize("value", [  # each Rollout has a Sampling, and with it a lambda, which cannot be written
-    numpy.float64(1.5), numpy.arange(3), Path("x"), Problem("", "", ""), Rollout([1], None, sampling=Sampling(1.0, 1))])
+    numpy.float64(1.5), Rollout([1], None, sampling=Sampling(1.0, 1))], ids=["numpy", "rollout"])
 def test_a_state_that_no_resumed_run_could_read_is_refused_by_its_class_as_it_is_saved(tmp_path, value):
     states = [[value], [1, "a", (2.0, None), {3}]]
     run = SimpleNamespace(out=tmp_path, save_weights=lambda run, model, folder: None, identity={})
     trainer = SimpleNamespace(run=run, policy=SimpleNamespace(model=None), state_dict=lambda: {"mine": states.pop()})
     save_checkpoint(trainer, 1)
-    with value_error(r"a state_dict must have .*, got (numpy|pathlib|tasks|another: .*Sampling)\."):
+    with value_error(r"a state_dict must have .*, got (numpy|another: .*Sampling)\."):
         save_checkpoint(trainer, 2)
 
 

@@ -7,16 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DEVICES, config_of, qwen2
+from helpers import DEVICES, config_of, parametrize, qwen2
 
 import objectives
 from engine_adapter import Rollout
 from extras.offload import OffloadedOptimizer
 from extras.prompts_once import policy_options
 from objectives import CORRECTIONS, OBJECTIVES
-from rl import Batch, Head, Optimizer, entropies, longest_first, make_batch, no_restriction
-from train import Config, update
-from verify.agreement import likeliest
+from rl import Head, Optimizer, entropies, longest_first, make_batch, no_restriction
+from train import update
 
 
 # ------------------------------------------------------------------------------------------------ batch
@@ -37,19 +36,16 @@ def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_c
 
 
 # ------------------------------------------------------------------------------------------------ head and policy
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows, dtype", [(1, torch.float32), (7, torch.bfloat16), (64, torch.float16)])
+@parametrize("device", DEVICES)
+@parametrize("rows, dtype", [(1, torch.float32), (7, torch.bfloat16), (64, torch.float16)])
 def test_the_head_computes_in_float32_in_chunks_of_any_number_of_rows(rows, dtype, device):
     """Soft cap, scale, bias, kept sets, padding and masked tokens: test_architectures.py."""
-    ours = [torch.randn(64, 48).to(device, dtype).requires_grad_(),
-            (torch.randn(500, 48) / 3).to(device, dtype).requires_grad_()]  # fmt: skip
+    ours = [(0.6 * torch.randn(count, 48)).to(device, dtype).requires_grad_() for count in (64, 500)]
     exact = [each.detach().double().requires_grad_() for each in ours]
     truth = torch.distributions.Categorical(logits=exact[0] @ exact[1].T / 0.7)
-    agrees = torch.arange(64, device=device) % 2
-    targets = torch.randint(500, (64,)).to(device).where(agrees == 0, truth.logits.argmax(dim=-1))
+    targets = torch.randint(500, (64,)).to(device)
     head = Head(ours[1], None, 1.0, None, chunk_elements=500 * rows, temperature=0.7)
-    metrics = head.token_metrics(ours[0], targets, no_restriction, (entropies, likeliest))
-    assert torch.equal(metrics["agrees"], agrees.float())
+    metrics = head.token_metrics(ours[0], targets, no_restriction, (entropies,))
     expected = {"logprobs": truth.log_prob(targets), "entropy": truth.entropy(),
                 "varentropy": (truth.probs * (truth.logits + truth.entropy()[:, None]) ** 2).sum(dim=-1)}
     for name, values in expected.items():
@@ -77,10 +73,7 @@ def test_a_gpu_multiplies_16_bit_states_on_tensor_cores_and_does_not_round_wider
     head, targets = Head(weight, None, 1.0, None, chunk_elements=500 * 7), torch.randint(500, (20,))
     for dtype, count in (torch.bfloat16, 3 * (1 + 3)), (torch.float32, 0):  # 3 chunks: 1 product forward, 3 backward
         products, states = [], torch.randn(20, 48).to(dtype).requires_grad_()
-        logprobs = head.logprobs(states, targets, no_restriction)
-        expected = (states.float() @ weight.float().T).log_softmax(dim=-1)[torch.arange(20), targets]
-        torch.testing.assert_close(logprobs, expected)
-        logprobs.sum().backward()
+        head.logprobs(states, targets, no_restriction).sum().backward()
         assert products == [torch.bfloat16] * count
 
 
@@ -96,7 +89,7 @@ REJECTED = MISMATCH.abs() > 0.8  # tokens of two rows
 CLIPS = {objectives.grpo: (0.2, 0.28), objectives.gspo: (0.05, 0.1), objectives.cispo: (None, 1.2)}
 
 
-def batch_of_four(advantages: torch.Tensor, masked: str = "") -> Batch:
+def batch_of_four(advantages, masked=""):
     """Values outside the mask are such that their ratio and their k3 are infinite in fp32."""
     behavior = (OLD - MISMATCH).tolist()
     batch = make_batch([Rollout([b], None, [5] * length, behavior[b][:length], trained=TRAINED[b])
@@ -105,7 +98,7 @@ def batch_of_four(advantages: torch.Tensor, masked: str = "") -> Batch:
                    ref_logprobs=(OLD - 0.1).where(batch.mask > 0, 200.0))  # fmt: skip
 
 
-def updated(table: torch.nn.Parameter, batch: Batch, config: Config, case: str = "", change=None) -> dict:
+def updated(table, batch, config, case="", change=None):
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
     minibatches = batch.minibatches(batch.advantages.any(dim=1), 1 + ("halves" in case), 1 if "alone" in case else 99,
                                     longest_first)
@@ -119,7 +112,7 @@ def updated(table: torch.nn.Parameter, batch: Batch, config: Config, case: str =
 FIGURES = "clip_rate", "ratio_mean", "kl_old_new", "kl_ref"
 
 
-def sums_by_hand(now, batch: Batch, weights, counted, config: Config) -> torch.Tensor:
+def sums_by_hand(now, batch, weights, counted, config):
     """Of a minibatch in float64: the loss, FIGURES, and the weight of all tokens. `weights` are 0 on rejected ones."""
     (low, high), row, kept = config.clip, OBJECTIVES[config.objective], weights > 0
     old, to = (values.double().where(counted, now.detach()) for values in (
@@ -143,7 +136,7 @@ def sums_by_hand(now, batch: Batch, weights, counted, config: Config) -> torch.T
     return torch.stack([(share * term).sum() for term in terms])
 
 
-def check_update(config: Config, case: str = "", masked: str = "") -> None:
+def check_update(config, case="", masked=""):
     advantages = torch.tensor([[1.3], [-0.7], [0.4], [-1.1]])  # (B, 1)
     if "flat" in case:
         advantages[1] = 0
@@ -159,20 +152,18 @@ def check_update(config: Config, case: str = "", masked: str = "") -> None:
     kept = (batch.mask > 0) & ~(REJECTED & ("reject" in case))
     weights = kept * CORRECTIONS[config.tis](batch.old_logprobs, batch.behavior_logprobs, batch.mask, config.tis_cap)
     counted = kept if "kept" in case else batch.mask > 0
-    now, skipped, by_kl, expected = (OLD + MOVED).double().requires_grad_(), 0, 0, torch.zeros(0, 6)
-    for rows in torch.arange(4).chunk(1 + ("halves" in case)):
+    now, by_kl, expected = (OLD + MOVED).double().requires_grad_(), 0, []
+    minibatches = torch.arange(4).chunk(1 + ("halves" in case))
+    for rows in minibatches:
         from_reward = (kept * advantages)[rows].any()
         if from_reward or (config.kl_coef and counted[rows].any()):
-            sums = sums_by_hand(now[rows], batch.select(rows), weights[rows], counted[rows], config)
-            expected = torch.cat([expected, sums[None]])
+            expected.append(sums_by_hand(now[rows], batch.select(rows), weights[rows], counted[rows], config))
             by_kl += not from_reward
-        else:
-            skipped += 1
-    assert (metrics["skipped_updates"], metrics["kl_only_updates"]) == (skipped, by_kl)
-    if not len(expected):
+    assert metrics["skipped_updates"] == len(minibatches) - len(expected) and metrics["kl_only_updates"] == by_kl
+    if not expected:
         assert metrics["loss"] is None and torch.equal(table, OLD + MOVED)
         return
-    losses, *figures, weight = expected.T
+    losses, *figures, weight = torch.stack(expected).T
     assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
     gradient = sum(gradients)  # each row is in one minibatch
     torch.testing.assert_close(gradient.double(), *torch.autograd.grad(losses.sum(), now), atol=1e-6, rtol=1e-4)
@@ -190,8 +181,8 @@ CASES = ["", "halves silent", "halves silent k3", "halves alone flat exact", "ha
          "halves flat tokens reject kept", "alone masked tokens reject", "alone masked flat exact reject kept"]
 
 
-@pytest.mark.parametrize("tis", CORRECTIONS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@parametrize("tis", CORRECTIONS)
+@parametrize("objective", OBJECTIVES)
 def test_loss_and_gradient_of_an_update_are_those_of_float64(objective, tis):
     """The gradient of a rejected token, and of one without a loss, is exactly 0."""
     row = OBJECTIVES[objective]
@@ -212,19 +203,18 @@ def test_a_changed_micro_batch_has_the_loss_of_ppo_ewma():
     It has no gradient, although it is computed from the parameters.
     """
     def around(policy, optimizer, micro):
-        proximal = 0.9 * policy.logprobs(micro)
+        proximal = 0.5 * policy.logprobs(micro)  # so far that the ratio is clipped in some tokens
         weight = ((proximal - micro.denominator) * micro.mask).exp()
         return replace(micro, denominator=proximal, correction=weight)
 
-    batch, proximal = batch_of_four(torch.tensor([[1.3], [-0.7], [0.4], [-1.1]])), 0.9 * (OLD + MOVED)
+    batch, proximal = batch_of_four(torch.tensor([[1.3], [-0.7], [0.4], [-1.1]])), 0.5 * (OLD + MOVED)
     old = replace(batch, old_logprobs=proximal, advantages=batch.advantages * (proximal - OLD).exp())
-    losses, gradients = [], []
+    found = []
     for given, change in (batch, around), (old, None):
-        table = torch.nn.Parameter(OLD + MOVED)
+        gradients, table = [], torch.nn.Parameter(OLD + MOVED)
         table.register_hook(gradients.append)
-        losses.append(updated(table, given, config_of(), "halves", change)["loss"])
-    assert losses[0] == pytest.approx(losses[1]) and len(gradients) == 4
-    torch.testing.assert_close(gradients[:2], gradients[2:])
+        found.append([torch.tensor(updated(table, given, config_of(), "halves", change)["loss"]), *gradients])
+    torch.testing.assert_close(*found)
     with pytest.raises(AssertionError, match=r"micro\.denominator="):
         updated(table, batch, config_of(), change=lambda *given: replace(given[2], denominator=OLD[:1, :1]))
 
@@ -246,18 +236,15 @@ def test_a_loss_that_is_no_number_stops_the_update_before_the_weights_move_and_t
 
 
 # ------------------------------------------------------------------------------------------------ optimizer
-def one_parameter(
-    dtype: torch.dtype, kind: type = Optimizer, device: str = "cpu"
-) -> tuple[torch.nn.Parameter, Optimizer]:
+def one_parameter(dtype, kind=Optimizer, device="cpu"):
     parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype, device=device))
     return parameter, kind(torch.nn.ParameterList([parameter]), grad_clip=0.9)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind, restored", [(Optimizer, False), (Optimizer, True), (OffloadedOptimizer, True)])
-def test_masters_add_up_micro_batches_and_take_adamws_steps_in_fp32_also_restored_and_offloaded(
-        kind, restored, dtype, device):
+@parametrize("device", DEVICES)
+@parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@parametrize("kind", [Optimizer, OffloadedOptimizer])
+def test_masters_add_up_micro_batches_and_take_adamws_steps_in_fp32_also_restored_and_offloaded(kind, dtype, device):
     """Of two micro-batches 16 bits would lose one. Offloaded masters and moments are on the host between updates."""
     parameter, optimizer = one_parameter(dtype, kind, device)
     exact = torch.nn.Parameter(torch.ones(4))
@@ -271,11 +258,10 @@ def test_masters_add_up_micro_batches_and_take_adamws_steps_in_fp32_also_restore
         assert norm == pytest.approx(exact.grad.norm().item())
         torch.nn.utils.clip_grad_norm_(exact, optimizer.grad_clip)
         adamw.step()
-        if restored:
-            values, state = parameter.detach(), copy.deepcopy(optimizer.state_dict())
-            parameter, optimizer = one_parameter(dtype, kind, device)
-            parameter.data.copy_(values)
-            optimizer.load_state_dict(state)
+        values, state = parameter.detach(), copy.deepcopy(optimizer.state_dict())
+        parameter, optimizer = one_parameter(dtype, kind, device)
+        parameter.data.copy_(values)
+        optimizer.load_state_dict(state)
     masters = [master.detach().cpu() for master in optimizer.masters]
     torch.testing.assert_close(masters, [exact.detach()], rtol=0, atol=1e-6)
     assert torch.equal(parameter.detach().cpu(), masters[0].to(dtype))
@@ -285,7 +271,7 @@ def test_masters_add_up_micro_batches_and_take_adamws_steps_in_fp32_also_restore
 
 
 def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
-    def minibatch(slope: float) -> float:
+    def minibatch(slope):
         optimizer.backward((parameter.float() * slope).sum())
         return optimizer.step(lr=0.1)
 

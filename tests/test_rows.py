@@ -94,19 +94,6 @@ def test_a_readme_that_says_how_files_are_read_is_refused(tmp_path):
         task_of(tmp_path)
 
 
-def test_a_table_keeps_its_characters_if_it_is_converted_as_its_refusal_says(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    cells = ['q{},"{}"'.format(n, each.replace('"', '""')) for n, each in enumerate(WRITTEN)]
-    Path("a.csv").write_text("\n".join(["question,answer", *cells]))
-    with value_error("of a table: ") as refused:
-        task_of("a.csv")
-    exec(re.search(r"pandas.*lines=True\)", str(refused.value))[0], {"pandas": pandas, "PATH": "a.csv"})
-    Path("mine.py").write_text(SAME)
-    problems = task_of("rows.jsonl", reward="mine.py").problems
-    assert {problem.question: problem.answer for problem in problems} == {
-        f"q{n}": answer for n, answer in enumerate(WRITTEN)}  # fmt: skip
-
-
 def test_a_dataset_needs_the_library_datasets_and_a_file_of_rows_does_not(good, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert task_of(good / "task.jsonl").train
@@ -152,14 +139,6 @@ def test_types_that_change_a_value_are_refused_in_any_column_at_any_depth(tmp_pa
     for name in (tmp_path / "a.parquet", tmp_path):
         with value_error(f"column value of .* got {lossy}; store its values as texts, or ") if lossy else nullcontext():
             assert [problem.row["value"] for problem in task_of(name, eval_task="digits").train] == [value]
-
-
-def test_a_class_label_of_a_readme_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"question": "1", "answer": 0}')
-    feature = "{name: answer, dtype: {class_label: {names: {'0': B}}}}"
-    (tmp_path / "README.md").write_text(f"---\ndataset_info:\n  features: [{feature}]\n---\n")
-    with value_error(r"column answer of .* got ClassLabel"):
-        task_of(tmp_path)
 
 
 def test_a_folder_whose_name_is_a_pattern_of_another_is_refused(tmp_path):

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import RECURRENT, config_of, parametrize, python, qwen2, small_model, value_error
+from helpers import RECURRENT, bare_run, config_of, parametrize, python, small_model, value_error
 
 from engine_adapter import Engine, ParityFlags
 from extras.notices import name_idle
-from extras.transformers_engine import TransformersEngine, engine_for
+from extras.transformers_engine import TransformersEngine
 from report.errors import end_of_process
-from rl import Policy
 from train import complete_run, new_run
 
 
@@ -33,7 +32,7 @@ def test_a_switch_that_can_change_nothing_is_named(capsys):
         (raw | {"sampling_mask": False}, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
         config = config_of(ParityFlags(**flags), **changes)
-        run = SimpleNamespace(config=config, task=SimpleNamespace(prompts=[[0] * 7]))
+        run = bare_run(config, SimpleNamespace(prompts=[[0] * 7]))
         engine = SimpleNamespace(settings={"block_size": 16})
         name_idle(SimpleNamespace(run=run, engine=engine), {})
         lines = capsys.readouterr().out.splitlines()
@@ -43,8 +42,7 @@ def test_a_switch_that_can_change_nothing_is_named(capsys):
 def test_prompts_share_a_versioned_cache_wherever_it_is_right():
     def asked(name="Qwen2", longest=33, kind=Engine, **options):
         config, task = config_of(**options), SimpleNamespace(prompts=[[0], [0] * longest])
-        run = SimpleNamespace(config=config, task=task, with_model=[], further={}, engine={}, engine_kind=kind,
-                              evaluations=[], step_metrics=[])
+        run = bare_run(config, task, engine_kind=kind)
         config.extra.prefix_cache.install(run)
         for change in run.with_model:
             change(small_model(name))
@@ -64,22 +62,6 @@ def test_prompts_share_a_versioned_cache_wherever_it_is_right():
     without = [asked(longest=16), asked(block_size=48), asked(prefix_cache="off"), asked(kind=TransformersEngine),
                asked(parity=ParityFlags(uncached_runtime=False)), *map(asked, (*RECURRENT, "Lfm2"))]
     assert without == [0] * len(without)
-
-
-def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache():
-    per_token = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, bytes
-    policy = Policy(qwen2(tied=True))
-    for gib, sequences in ((0.25, 512), (10.5 * per_token * 64 / 2**30, 10)):
-        run = SimpleNamespace(config=config_of(kv_cache_gib=gib), max_model_len=64)
-        assert engine_for(run, policy).max_num_seqs == sequences
-
-
-@parametrize("waiting", [0, 3])
-def test_a_step_may_take_all_problems_and_no_more(job, waiting):
-    most = len(complete_run(job()).task.train) - waiting
-    complete_run(job(num_prompts=most, inflight_groups=waiting))
-    with value_error(f" must be at most {most + waiting} "):
-        complete_run(job(num_prompts=most + 1, inflight_groups=waiting))
 
 
 def test_a_used_folder_is_refused_before_a_toy_is_taught(tmp_path):

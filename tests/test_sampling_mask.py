@@ -77,16 +77,6 @@ def test_the_reference_engine_samples_under_the_same_masks(policy):
     check_masks(policy, engine)
 
 
-@parametrize("mask", [
-    {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}], ids=str)
-def test_the_fast_mask_keeps_what_the_one_for_other_stacks_keeps(mask):
-    logits, targets = 3 * torch.randn(50, 700, dtype=torch.float64), torch.arange(50)
-    plain = drawn_from(logits, targets[:0], targets, **NEUTRAL | mask)
-    fast = masked_logits(logits, MaskedSampling(1.0, 1, **mask)).log_softmax(-1)
-    assert torch.equal(plain.isfinite(), fast.isfinite()) and 0 < fast.isfinite().float().mean() < 0.5
-    assert torch.allclose(plain.exp(), fast.exp())
-
-
 def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution():
     """Beside two others one that is not flat."""
     logits, targets = torch.randn(3, 2000), torch.arange(3)

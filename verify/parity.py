@@ -200,6 +200,8 @@ def beyond_chance(values: Tensor) -> bool:
     out.
     """
     known = values[values.isfinite()]
+    if len(known) < SIGMAS:
+        return False
     by_size, by_sign = known.mean() / known.std(), known.sign().mean()
     return bool(max(by_size, by_sign) * len(known) ** 0.5 > SIGMAS)
 

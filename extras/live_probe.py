@@ -1,4 +1,4 @@
-"""`--probe-every`, `--probe-on-alarm`: which layer a mismatch comes from, by verify/parity.py.
+"""`--probe-every N`: which layer a mismatch comes from, by the rules of verify/parity.py.
 
 What a step has sampled is explained: the engine gets no request, so a probed run is the run without
 the probe. docs/probe.md has how it decides, and what it cannot find.
@@ -18,24 +18,10 @@ from rl import Batch, Policy
 from verify import parity
 from verify.parity import CANNOT_TELL, HIT, OK, PROCESSED, Line
 
-# Metrics of a step, of its rollouts with current weights, and the values above which train.py
-# probes the step (--probe-on-alarm).
-ALARMS = {
-    "mismatch_kl": 1e-3,  # k3; healthy bfloat16 rollouts stay below it (verl, prime-rl)
-    "ess_loss": 0.02,  # 1 - ess; smoke checks of verl users require an ess of 0.98
-    # Of clean runs in bfloat16 the largest are 0.0016 and 0.0004 (docs/probe.md).
-    "backend_clip_rate": 0.005,
-    "backend_ratio_error": 0.005,
-    "kept_mass_error": 0.01,  # |engine_kept_mass - kept_mass|; clean bfloat16 steps: 0.0005
-    "surprisal_z": 5.0,  # 542 clean steps: at most 2.7
-}
-NARROW_CLIP = 0.1  # bounds below it, such as GSPO's 4e-4, are left by the rounding of 16 bits alone
 MOST_ROWS = 64  # of a step; as many tokens as parity.py has
+MOST_SURPRISAL = 5.0  # 542 clean steps: at most 2.7
 # How the engine may have computed what it reports.
 NOW, STALE = "", "prompt KV computed under earlier weights"
-OTHER_TOKENS = Line(
-    "semantics", HIT, "tokens drawn from another distribution than the reported one, compare the"
-    " sampler's temperature, mask and seeds with the request's", {})
 
 
 class Options(Extra):
@@ -43,41 +29,21 @@ class Options(Extra):
 
     # Steps between probes of the mismatch, the first included; 0: none.
     probe_every: CountOrZero = 0
-    probe_on_alarm: bool = False  # Probe after a step that exceeds one of the probe's ALARMS.
 
     def check(self, config: Any) -> None:
-        if self == Options():
-            return
-        if not config.steps:
-            raise ValueError("probe_every and probe_on_alarm must be off with steps 0 (they explain"
-                             " what a step has sampled)")
-        if config.given & {"lora_rank", "rollout_weights"}:
-            raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
-                             " rollout_weights (they take the model's own tensors); try"
-                             " verify/parity.py with the saved policy")
+        if self.probe_every and not config.steps:
+            raise ValueError("probe_every must be off with steps 0 (it explains what a step has"
+                             " sampled)")
+        if self.probe_every and config.given & {"lora_rank", "rollout_weights"}:
+            raise ValueError("probe_every must be off with lora_rank and rollout_weights (it takes"
+                             " the model's own tensors); try verify/parity.py with the saved"
+                             " policy")
 
     def install(self, run: Any) -> None:
-        if self != Options():
+        if self.probe_every:
             # It copies the first weights.
             run.at_begin.append(lambda sides, record: run.step_metrics.append(
-                StepProbe(sides, self)))
-
-
-def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
-    """The names of the ALARMS that a step exceeds."""
-    if metrics.get("current_ess") is None:
-        return []
-    values = {"mismatch_kl": metrics["current_mismatch_kl"],
-              "ess_loss": 1 - metrics["current_ess"],
-              "backend_ratio_error": abs(1 - metrics["backend_ratio_mean"])}
-    if clip_high >= NARROW_CLIP:
-        values["backend_clip_rate"] = metrics["backend_clip_rate"]
-    # Old weights have masked otherwise too.
-    if "engine_kept_mass" in metrics and not metrics.get("staleness_max"):
-        values["kept_mass_error"] = abs(metrics["engine_kept_mass"] - metrics["kept_mass"])
-    if "groups_in_flight" not in metrics:  # with them short responses end first
-        values["surprisal_z"] = abs(metrics.get("surprisal_z", 0.0))
-    return [name for name, value in values.items() if not value <= ALARMS[name]]
+                StepProbe(sides, self.probe_every)))
 
 
 class StepProbe:
@@ -87,35 +53,32 @@ class StepProbe:
     weights, and with those one update earlier.
     """
 
-    def __init__(self, sides: Any, options: Options):
-        self.run, self.options = sides.run, options
-        self.policy, self.engine = sides.policy, sides.engine
+    def __init__(self, sides: Any, every: int):
+        self.run, self.policy, self.engine = sides.run, sides.policy, sides.engine
+        self.every = every
         self.weights = self.policy.copied_weights()  # before the update
         self.before: dict[str, Tensor] = {}  # and before the one before it
 
     def __call__(self, step: Any) -> dict[str, str]:
         """The verdict for the step's metrics, {} without a probe.
 
-        A step is probed if it is planned or its metrics exceed ALARMS. Writes the report to
-        probe/step_N.txt in the run's folder and prints a line.
+        Writes the report to probe/step_N.txt in the run's folder and prints a line.
         """
-        number, every = step.metrics["step"], self.options.probe_every
-        exceeded = alarms(step.metrics, self.run.config.clip[1])
-        why = "planned" if every and (number - 1) % every == 0 else ""
-        if exceeded and self.options.probe_on_alarm:
-            why = f"alarm of {', '.join(exceeded)}"
-        metrics = {}
-        if why:
+        number, metrics = step.metrics["step"], {}
+        if (number - 1) % self.every == 0:
             with self.policy.using(self.weights):
                 lines = explain(self.policy, step.current, self.run.sampling,
                                 self.engine.settings, self.before)
-            if exceeded == ["surprisal_z"]:  # a fault of the reported values moves it too
-                lines.append(OTHER_TOKENS)
+            # With groups in flight short responses end first.
+            surprisal = step.metrics.get("surprisal_z", 0.0)
+            if abs(surprisal) > MOST_SURPRISAL and "groups_in_flight" not in step.metrics:
+                lines.append(Line("semantics", HIT, "tokens drawn from another distribution than"
+                                  f" the reported one, surprisal_z {surprisal:.1f}", {}))
             metrics["probe"] = verdict(lines)
             path = self.run.out / "probe" / f"step_{number:06d}.txt"
             path.parent.mkdir(exist_ok=True)
-            path.write_text("\n".join([f"{why}: {metrics['probe']}", *map(str, lines)]) + "\n")
-            print(f"probe of step {number} ({why}): {metrics['probe']}")
+            path.write_text("\n".join(map(str, lines)) + "\n")
+            print(f"probe of step {number}: {metrics['probe']}")
         if step.metrics["updates"]:
             self.before, self.weights = self.weights, self.policy.copied_weights()
         return metrics
@@ -123,6 +86,8 @@ class StepProbe:
 
 def verdict(lines: list[Line]) -> str:
     """The layers that are hit and what was found, in one line."""
+    if not lines:
+        return "no rollout of the weights before the update alone"
     found = [f"{line.name}: {line.text.partition(',')[0]}" for line in lines if line.verdict == HIT]
     if CANNOT_TELL in [line.verdict for line in lines]:
         found.append("unexplained")
@@ -162,14 +127,14 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
               for how, each in passes.items() for name in parity.hypotheses(stated)}
 
     def left(how: str) -> float:
-        """The error that remains at least, in multiples of the noise: the mean less its standard
-        errors, because a nearly certain policy has a few tokens with nearly all of it.
+        """The error that remains at least, in multiples of the noise: the mean less two
+        standard errors, because a nearly certain policy has a few tokens with nearly all of it.
 
         Some prompts may be `how`, and others not.
         """
         error = torch.fmin(errors[how, reports], errors[NOW, reports])
         error = error[~error.isnan()]
-        least = error.mean() - parity.SIGMAS * error.std(correction=0) / len(error) ** 0.5
+        least = error.mean() - 2 * error.std(correction=0) / len(error) ** 0.5
         return least.item() / max(noise, parity.FLOOR / parity.NOISE)
 
     how, reports = min(errors, key=lambda each: errors[each].nanmean())

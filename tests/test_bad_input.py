@@ -49,7 +49,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --parity.no-sampling-mask => top_p and min_p (no mask)
 --max-kept 8 => max_kept must be given with top_k, top_p or min_p and
 --top-p 0.9 --parity.no-processed-logprobs => try --parity.no-sampling-mask
---steps 0 --probe-every 5 => probe_every and probe_on_alarm must be off with steps 0
+--steps 0 --probe-every 5 => probe_every must be off with steps 0
 --rollout-weights int8 --probe-every 1 => must be off with lora_rank and rollout_weights
 --num-prompts 37 => must be at most 36 (all there are)
 --inflight-groups 33 --max-staleness 9 => must be at most 36

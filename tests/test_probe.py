@@ -27,9 +27,9 @@ RAW = "semantics: raw log-probabilities"
 STALE = "cache: prompt KV computed under earlier weights"
 EXPECTED = {  # by the faults that are planted
     "no mask": "trainer: scores what is without the mask",
-    "head in trainer": "head: 16 bits in the trainer",
-    "head on both sides": "head: 16 bits on both sides",
-    "raw+head+prefix": f"{RAW}; and {STALE}; and head: 16 bits in the engine",
+    "head in trainer": "head: float32 in the engine and bfloat16 in the trainer",
+    "head on both sides": "head: bfloat16 in the engine and bfloat16 in the trainer",
+    "raw+head+prefix": f"{RAW}; and {STALE}; and head: bfloat16 in the engine and float32 in the trainer",
     "prefix": STALE,
     "raw+prefix+older": f"{RAW}; and unexplained",
     "not loaded": "unexplained",

@@ -15,7 +15,7 @@ from tasks import Problem
 from verify.canary import NATS
 from verify.head import checked_logits
 from verify.own_noise import UNMEASURED, attempted
-from verify.parity import NEUTRAL, SIXTEEN, drawn_from, twice_as_precise
+from verify.parity import SIXTEEN, drawn_from, sampling_of, twice_as_precise
 from verify.settings import AuditError
 from vllm_cases import CANARY_NEW_TOKENS, CANARY_PROMPTS
 
@@ -39,11 +39,11 @@ def check(
     rollouts = engine.sample_beside(prompts, CANARY_NEW_TOKENS, sampling)
     batch = make_batch(rollouts, policy.device)
     response = batch.mask > 0  # (B, T)
-    stated = {name: getattr(sampling, name, off) for name, off in NEUTRAL.items()}
     targets = batch.targets[response]  # (N,)
 
     def logprobs(logits: Tensor) -> Tensor:  # (B, T, V) -> (N,); no run has penalties
-        drawn = drawn_from(logits[response].float(), targets[:0], targets, **stated)
+        drawn = drawn_from(logits[response].float(), targets[:0], targets,
+                           **sampling_of(sampling))
         return drawn.gather(-1, targets[:, None])[:, 0]
 
     def in_float32() -> Tensor:

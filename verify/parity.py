@@ -78,9 +78,12 @@ Found = tuple[str, str, dict[str, float]]  # verdict, what was found, figures
 
 # ------------------------------------------------------------------------- the distribution
 def sampling_of(given: Any) -> dict[str, float]:
-    """The entries of NEUTRAL, from a dictionary or a SamplingParams. Raises: ValueError."""
+    """The entries of NEUTRAL, from a dictionary or an object such as SamplingParams.
+
+    Raises: ValueError.
+    """
     if not isinstance(given, dict):
-        given = {name: getattr(given, name) for name in NEUTRAL}
+        given = {name: getattr(given, name, None) for name in NEUTRAL}
     given = {name: value for name, value in given.items() if value is not None}
     are_numbers = all(isinstance(value, int | float) for value in given.values())
     if given.keys() - NEUTRAL.keys() or not are_numbers or given.get("temperature", 1) <= 0:

@@ -46,7 +46,7 @@ def refuse_or_drop(
     """Raises: ValueError with the number of the faults and the first three, unless `drop`."""
     if not faults:
         return
-    said = f"{len(faults)} {what}: {'; '.join([*faults][:3])}"
+    first = "; ".join([*faults][:3])
     if not drop:
-        raise ValueError(f"{said}; to leave them out, {option} drop")
-    print(f"{said}: DROPPED")
+        raise ValueError(f"{len(faults)} {what} (to leave them out, {option} drop): {first}")
+    print(f"{len(faults)} {what}: {first}: DROPPED")

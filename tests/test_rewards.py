@@ -164,6 +164,7 @@ def test_a_file_that_grades_whole_groups_sees_them(scored):
     for returned in ("[1.0]", "{1: 1.0, 2: 1.0}"):  # a list of the second has its keys
         with value_error(rf"returned {re.escape(returned)}, not a list of 2 rewards.* on .*line"):
             scored(f"def rewards(problem, responses): return {returned}", "1", "2")
+    assert scored("def rewards(*_): return []", "1", "2", reward_errors="leave-out") == [(None,), (None,)]
 
 
 @parametrize("method", ["spawn", "forkserver"])  # the second is the default of Python 3.14

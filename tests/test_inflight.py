@@ -213,14 +213,13 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(e
 
 
 # ------------------------------------------------------------------------------------------------ an evaluation
-EVALUATED = "--task {root}/task.py --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 24 --eval-problems 3"
-
-
 @parametrize("options", ["", "--parity.no-uncached-runtime --variants async-scheduling"])
 def test_an_evaluation_beside_groups_in_flight_leaves_no_wrong_token(good, tmp_path, options):
     """With async scheduling a step is under way when it begins. The policy does not change, so any mismatch is a wrong
     token."""
-    _, *found = rows_of_run(good, tmp_path, f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1 {options}")
+    words = ("--task {root}/task.py --inflight-groups 6 --max-staleness 2 --max-num-seqs 12 --max-new-tokens 64"
+             " --steps 4 --eval-problems 3 --eval-every 1 --lr 1e-12 --temperature 2 ")  # fmt: skip
+    _, *found = rows_of_run(good, tmp_path, words + options)
     assert max(row["staleness_max"] for row in found) > 0
     assert max(row["mismatch_max"] for row in found) < ROUNDING
 

@@ -109,11 +109,12 @@ def maximum_of(value, axis=None, return_indices=False, **_):
 
 
 def atomic(change):
-    def one_after_the_other(pointer, value, mask=True, **_):
+    def one_by_one(pointer, value, mask=True, **_):
         index, value, mask = numpy.broadcast_arrays(pointer.index, value, mask)
-        change.at(pointer.memory, index[mask], value[mask])
+        for place, each in zip(index[mask], value[mask], strict=True):
+            pointer.memory[place] = change(pointer.memory[place], each)
 
-    return one_after_the_other
+    return one_by_one
 
 
 tl = SimpleNamespace(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import vllm_cases
 from model_folder import read_config
-from report.errors import MANY, within
+from report.ranges import Count, Range, check_ranges
 from tasks import Problem, Task
 from vllm_cases import EngineStateError, WeightLoadError
 
@@ -42,15 +42,15 @@ class Sampling:
     """
 
     temperature: float  # 0 is greedy
-    max_new_tokens: int
+    max_new_tokens: Count
     stop_token_ids: tuple[int, ...] = ()
     # A function of the Rollout after each of its tokens: true ends it there.
     ends: Callable[["Rollout"], bool] = field(default=lambda rollout: False, repr=False)
 
     def __post_init__(self):
-        within(self, 1, MANY, "max_new_tokens")
+        check_ranges(self)
         if self.temperature:
-            within(self, 0.01, 2, "temperature")  # vLLM's range
+            Range(0.01, 2).check("temperature", self.temperature)  # vLLM's range
 
     def at(self, temperature: float) -> "Sampling":
         """The sampling of answers that are not trained on."""

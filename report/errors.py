@@ -1,4 +1,4 @@
-"""Rules of options, errors as sentences, a command's exit status, the lock of a run's folder."""
+"""Errors as sentences, a command's exit status, the lock of a run's folder."""
 
 import errno
 import fcntl
@@ -11,27 +11,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-MANY = 2**31 - 1
-SMALLEST, LARGEST = 1e-30, 1e30  # in float32
-
-
-def within(options: Any, low: float, high: float, *names: str) -> None:
-    """Raises: ValueError that names the first of these options that is outside. None (not given)
-    passes.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
-
-
-def printable(options: Any, *names: str) -> None:
-    """Raises: ValueError that names the first of these options that is empty or unprintable."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not (value and value.isprintable()):
-            raise ValueError(f"{name} must be a printable name, got {value!a}")
 
 
 def one_line(error: BaseException) -> str:

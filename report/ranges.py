@@ -3,29 +3,34 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args
 
-from report.errors import LARGEST, MANY, SMALLEST, printable, within
+MANY = 2**31 - 1
+SMALLEST, LARGEST = 1e-30, 1e30  # in float32
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, multiples of `step`. None (not given) passes."""
+    """Numbers from `low` to `high`, multiples of `step`."""
 
     low: float
     high: float
     step: int = 1
 
-    def check(self, options: Any, name: str) -> None:
-        """Raises: ValueError if the option of this name is outside."""
-        within(options, self.low, self.high, name)
-        value = getattr(options, name)
-        if self.step > 1 and value and value % self.step:
+    def check(self, name: str, value: float) -> None:
+        """Raises: ValueError that names the option, if its value is outside."""
+        if not self.low <= value <= self.high:
+            raise ValueError(f"{name} must be in [{self.low}, {self.high}], got {value}")
+        if self.step > 1 and value % self.step:
             raise ValueError(f"{name} must be a multiple of {self.step}, got {value}")
 
 
 class Printable:
     """Texts that a terminal can show, not empty."""
 
-    check = staticmethod(printable)
+    @staticmethod
+    def check(name: str, value: str) -> None:
+        """Raises: ValueError that names the option."""
+        if not (value and value.isprintable()):
+            raise ValueError(f"{name} must be a printable name, got {value!a}")
 
 
 Count = Annotated[int, Range(1, MANY)]
@@ -36,9 +41,13 @@ Name = Annotated[str, Printable]
 
 
 def check_ranges(options: Any) -> None:
-    """Raises: ValueError for an option of a dataclass that its type does not allow."""
+    """Raises: ValueError for an option of a dataclass that its type does not allow. None (not
+    given) passes.
+    """
     for option in fields(options):
+        value = getattr(options, option.name)
         for kind in (option.type, *get_args(option.type)):
             for rule in getattr(kind, "__metadata__", ()):
-                if rule is Printable or isinstance(rule, Range):  # tyro has marks of its own
-                    rule.check(options, option.name)
+                is_ours = rule is Printable or isinstance(rule, Range)  # tyro has marks of its own
+                if is_ours and value is not None:
+                    rule.check(option.name, value)

@@ -12,8 +12,7 @@ from typing import Annotated
 from torch import Tensor
 
 from engine_adapter import Engine, Sampling
-from report.errors import SMALLEST
-from report.ranges import Count, Range, check_ranges
+from report.ranges import SMALLEST, Count, Range, check_ranges
 from rl import Policy
 from tasks import Problem
 from verify import batch, distribution  # noqa: F401

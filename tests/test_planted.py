@@ -7,9 +7,11 @@ import pytest
 import torch
 from helpers import MATRIX_PROMPTS, VERSIONED, WARM, checks_of, load_into, mismatch, move, policy_of, started
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm_cases
 from engine_adapter import Engine, ParityFlags, Sampling
+from verify.buffers import changed_buffers
 from vllm_cases import EngineStateError, WeightLoadError
 
 pytestmark = pytest.mark.engine
@@ -85,10 +87,20 @@ def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, 
             load_into(engine, policy)
 
 
-def test_the_rotary_table_that_all_layers_share_is_compared_once(tmp_path):
+def test_a_load_compares_each_buffer_once_and_waits_for_none(tmp_path):
+    """On a GPU a comparison whose result Python reads waits for it. All layers share one rotary table."""
+    waits = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            waits.extend({function.overloadpacket.__name__} & {"equal", "_local_scalar_dense"})
+            return function(*arguments, **named or {})
+
     policy = policy_of(tmp_path, "Qwen2", num_hidden_layers=4)
-    with started(tmp_path, policy) as engine:
-        assert len([name for name in checks_of(engine).buffers if name.endswith("cos_sin_cache")]) == 1
+    with started(tmp_path, policy) as engine, Count():
+        assert len([each for each in checks_of(engine).buffers if each.endswith("cos_sin_cache")]) == 1
+        assert not changed_buffers(engine, checks_of(engine).buffers)
+    assert not waits
 
 
 GPU = [pytest.mark.gpu, pytest.mark.own_process]

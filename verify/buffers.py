@@ -1,5 +1,7 @@
 """Tensors of vLLM's model that no load may change: rotary tables, scales."""
 
+from itertools import compress
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,20 @@ def buffers(engine: Engine) -> dict[str, Tensor]:
     model = engine.vllm_model
     loaded = set(map(renaming(model), engine.tensor_names))
     # Under all their names: a mixture's experts hold its gate too.
-    written = [tensor for name, tensor in model.named_buffers(remove_duplicate=False)
-               if name in loaded]
+    every = dict(model.named_buffers(remove_duplicate=False))
+    written = [every[name] for name in every.keys() & loaded]
     memory = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *written)}
-    return {name: tensor for name, tensor in model.named_buffers()
+    once = {(tensor.data_ptr(), tensor.shape): name for name, tensor in every.items()
             if tensor.untyped_storage().data_ptr() not in memory}
+    return {name: every[name] for name in once.values()}
 
 
 def changed_buffers(engine: Engine, first: dict[str, Tensor]) -> set[str]:
     """The names of those that differ from the `first` ones, which were copied before any load."""
     now = buffers(engine)
-    same = {name for name in now.keys() & first.keys() if torch.equal(now[name], first[name])}
+    names = now.keys() & first.keys()
+    differ = [(now[name] != first[name]).any() for name in names]
+    if differ:  # one transfer for all: each would wait for the GPU
+        differ = torch.stack([each.to(differ[0].device) for each in differ]).tolist()
     # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
-    return (now.keys() | first.keys()) - same
+    return (now.keys() ^ first.keys()) | {*compress(names, differ)}

@@ -31,6 +31,7 @@ class Extra:
     """
 
     may_change = ()  # names of its options that a resumed run may change
+    __post_init__ = check_ranges
 
     def __init_subclass__(cls) -> None:
         for name, member in vars(cls).items():
@@ -62,17 +63,9 @@ for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         raise SystemExit(f"error: {path} must have one class of extras.Extra, with its options and"
                          " its hooks")
     OWN[path.stem] = own[0]
-
-
-def check_each(options: Any) -> None:
-    """The ranges in all files, so none has to call this. Raises: ValueError."""
-    for extra in vars(options).values():
-        check_ranges(extra)
-
-
 Options = make_dataclass(
     "Options", [(name, Flat[kind], field(default_factory=kind)) for name, kind in OWN.items()],
-    frozen=True, namespace={"__post_init__": check_each})
+    frozen=True)
 Options.__module__ = __name__  # for pickle
 
 

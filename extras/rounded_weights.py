@@ -14,8 +14,8 @@ from extras import Extra
 from extras.shared.linear_layers import LazyWeights, only_linear_layers, replaced
 from rl import EngineWeights
 
-ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")
-LARGEST_FP8 = 448.0  # of e4m3
+# The largest value of each format, in steps of its scale; fp8 is e4m3.
+LARGEST = {"int8": 127, "fp8": 448, "int6": 31, "int4": 7, "int3": 3}
 
 
 class Options(Extra):
@@ -23,7 +23,7 @@ class Options(Extra):
 
     # Format of the engine's linear layers; the trainer keeps its own weights. A mismatch by choice
     # and no fault: corrections are for it. It saves nothing here.
-    rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
+    rollout_weights: Literal[("own", *LARGEST)] = "own"
 
     def check(self, config: Any) -> None:
         if self.rollout_weights != "own" and config.given & {"engine", "lora_rank"}:
@@ -62,15 +62,12 @@ class RoundedWeights(EngineWeights):
 def rounded(weight: Tensor, kind: str) -> Tensor:
     """The nearest values of the format, in the weight's dtype: (out, in) -> (out, in).
 
-    intK: scale * n with 2^(K - 1) - 1 steps of the scale in the largest value of a channel. fp8:
-    e4m3 with a scale such that the largest is the format's.
+    The scale is such that the largest value of a channel is the format's: intK has 2^(K - 1) - 1
+    steps up to it, and fp8 rounds as e4m3.
     """
     values = weight.float()
     largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
-    if kind == "fp8":
-        scale = largest / LARGEST_FP8
-        nearest = (values / scale).to(torch.float8_e4m3fn).float()
-    else:
-        scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
-        nearest = (values / scale).round()
+    scale = largest / LARGEST[kind]
+    steps = values / scale
+    nearest = steps.to(torch.float8_e4m3fn).float() if kind == "fp8" else steps.round()
     return (nearest * scale).to(weight.dtype)

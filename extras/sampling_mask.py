@@ -42,7 +42,7 @@ class Options(Extra):
 
     def check(self, config: Any) -> None:
         is_on = config.parity.sampling_mask
-        if not is_on and not self.has_mask:
+        if not (is_on or self.has_mask):
             raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
         if self.max_kept and not (is_on and self.has_mask):
             raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask"

@@ -174,8 +174,7 @@ def check_finished(runs: list[Run]) -> None:
         job = {name: getattr(run.config, name) for name in names}
         with stage(f"comparing the finished run {run.folder} with this call"):
             now = identity_now(Config(steps=0, **job))
-            files = run.record["files"] | now["files"]  # those of options, such as an adapter's
-            refuse_another_run(run.config, now | {"files": files}, run.record)
+            refuse_another_run(run.config, now, run.record)
 
 
 def identity_of(config: Config) -> Record:

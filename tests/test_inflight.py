@@ -217,7 +217,7 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(e
 
 
 # ------------------------------------------------------------------------------------------------ an evaluation
-EVALUATED = "--task {root}/task.py --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 24 --eval-problems 3"
+EVALUATED = "--task {root}/task.py --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 64 --eval-problems 3"
 
 
 @parametrize("options", ["", "--parity.no-inflight-keep"])
@@ -236,7 +236,9 @@ def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_
 
 @parametrize("options, is_stale", [
     # A step is under way when an evaluation begins. The policy does not change, so any mismatch is a wrong token.
-    (f"{EVALUATED} --steps 4 --lr 1e-12 --eval-every 1 --parity.no-uncached-runtime --variants async-scheduling", True),
+    # With at most 2 updates between them a lost request would stop the run.
+    (f"{EVALUATED} --max-staleness 2 --temperature 2 --steps 4 --lr 1e-12 --eval-every 1 --parity.no-uncached-runtime"
+     " --variants async-scheduling", True),
     ("--schedule-ahead --task {root}/task.py --steps 3 --lr 1e-2 --eval-problems 4", False)],
     ids=["in flight", "alone"])  # fmt: skip
 def test_with_async_scheduling_no_token_is_wrong_or_has_other_weights(good, tmp_path, options, is_stale):

@@ -12,16 +12,18 @@ from helpers import (
     TINY,
     close_live_engine,
     parametrize,
+    policy_in,
     python,
     qwen2,
     read_json,
     run_script,
     small_model,
+    stored,
     value_error,
 )
 from transformers import AutoModelForCausalLM
 
-from verify import proof
+from verify import parity, proof
 from verify.parity import check
 from vllm_cases import prepare_environment
 
@@ -79,6 +81,17 @@ def stack(folder, dtype="float32", **arguments):
     made = Stack(str(folder), dtype, **arguments)
     yield made
     made.llm.llm_engine.engine_core.shutdown()
+
+
+@parametrize("file, expected", [("v0_0.8.5_fp32", "processed"), ("v1_0.18.1_fp32_default", "raw")])
+@torch.no_grad()
+def test_values_under_penalties_of_two_versions_of_vllm_are_recognised(file, expected):
+    trace = stored(file)["t0.7_pen"]
+    given, rollouts = parity.sampling_of(trace.sampling), trace.rollouts[:16]
+    reported = [value for rollout in rollouts for value in rollout.logprobs]
+    rows = [(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
+    sampled = parity.Sampled(policy_in(TINY).model, given, torch.float32, rows, reported)
+    assert sampled.judged(sampled.reported, parity.hypotheses(given))[:2] == (expected, True)
 
 
 # ------------------------------------------------------------------------------------------------ verdicts

@@ -125,7 +125,7 @@ def problems_of(
 
 
 def drawn(file: TaskFile) -> list[Any]:
-    """10,000 different results of its `sample`, as in examples/countdown.py.
+    """10,000 different results of its `sample`, as in examples/arithmetic.py.
 
     There are fewer if 1,000 calls of `sample` in a row bring nothing new.
     """
@@ -178,7 +178,7 @@ def read_rows(name: str) -> tuple[Rows, Rows]:
 
     path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
     with stage(f"loading the dataset {name} (task must be toy, digits, a .py file such as"
-               " examples/countdown.py, a file of rows, or a dataset: a folder or a reachable hub"
+               " examples/arithmetic.py, a file of rows, or a dataset: a folder or a reachable hub"
                " name; pip install datasets)"):
         import datasets
 

@@ -7,9 +7,11 @@ import gc
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import helpers
 import pytest
+import torch
 from helpers import (
     AT_PARITY,
     PROMPTS,
@@ -45,17 +47,31 @@ def check_settings(engine, **without):
 
 
 # ------------------------------------------------------------------------------------------------ one engine at parity
-def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder, policy):
+def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder, policy, monkeypatch):
+    from vllm.config import CUDAGraphMode
+
+    def replayed(model, **inputs):  # a step of one token without the model's call, as a graph
+        call = model.forward if len(inputs["positions"]) == 1 else partial(torch.nn.Module.__call__, model)
+        return call(**inputs)
+
     with started(engine_folder, policy) as engine:
         check_settings(engine)
         sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
         sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
         hook = engine.vllm_model.logits_processor.register_forward_hook(lambda *given: given[2].bfloat16().float())
-        wrong = "logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
+        engine.wanted["compilation_config.cudagraph_mode"] = "FULL_DECODE_ONLY"
+        graphs = engine.llm.vllm_config.compilation_config
+        monkeypatch.setattr(graphs, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)  # and none is replayed
+        wrong = (r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
+                 r".*cudagraph_mode is 'NONE', not 'FULL_DECODE_ONLY'; try --no-cuda-graphs")  # fmt: skip
         with pytest.raises(AuditError, match=wrong):
             verify.audit(engine)
         hook.remove()
         sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine.vllm_model), "__call__", replayed)
+            check_settings(engine, cudagraph_mode="FULL_DECODE_ONLY")
+        del engine.wanted["compilation_config.cudagraph_mode"]
 
 
 def test_a_setting_without_a_reader_is_refused_and_so_is_a_reader_without_a_setting(

@@ -25,7 +25,6 @@ import model_folder
 import verify
 from engine_adapter import Engine, ParityFlags, Sampling
 from report.errors import exit_with_message, stage
-from report.ranges import Count, check_ranges
 from rl import Policy
 from verify.head import check_head
 from verify.parity import twice_as_precise
@@ -41,7 +40,7 @@ HALVES = {  # by module of a layer
 ROUNDING = {torch.float32: (64.0, 4.0), torch.bfloat16: (2.0, 0.21), torch.float16: (2.0, 0.21)}
 FLOORS = 1.3  # largest mean of BLOCK neighbouring positions that is no fault
 BLOCK = 32
-NUM_PROMPTS = 8  # of random tokens, one after another
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 48, 64  # of random ones; one request after another
 MOST = 10.0  # floors that a token counts at most: rounding sends a few tokens to another expert
 # By place, such as "layer 0, input of MLP" or "final norm": (F, T, H). If a layer of vLLM returns
 # two tensors, the residual stream is the first or their sum, and F is 2.
@@ -183,10 +182,6 @@ class Options:
     model: str  # Folder or hub name of a Hugging Face causal language model.
     # Of the model, in the engine too.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    prompt_tokens: Count = 48  # Length of each prompt.
-    max_new_tokens: Count = 64  # Length of each response.
-
-    __post_init__ = check_ranges
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -198,16 +193,16 @@ def main(arguments: list[str] | None = None) -> None:
             check_head(policy)
         weights = policy.weights()
         engine = Engine(options.model, weights.keys(), ParityFlags(), dtype=policy.model.dtype,
-                        max_model_len=options.prompt_tokens + options.max_new_tokens)
+                        max_model_len=PROMPT_TOKENS + NEW_TOKENS)
         # A wrong engine is to be measured, not refused.
         checks = verify.Checks(engine, verify.Options(canary_nats=100))
         engine.load(weights)
         checks.prove(weights)
         checks.run_canary(policy)
         draw = torch.Generator().manual_seed(0)
-        shape = NUM_PROMPTS, options.prompt_tokens
+        shape = NUM_PROMPTS, PROMPT_TOKENS
         prompts = torch.randint(len(policy.head.weight), shape, generator=draw).tolist()
-        rows = compare_layers(policy, engine, prompts, options.max_new_tokens)
+        rows = compare_layers(policy, engine, prompts, NEW_TOKENS)
         engine.close()
         print(report(rows, f"vLLM {engine.vllm_version}, {options.dtype}"))
         sys.exit(any(row["beyond"] for row in rows))

@@ -347,5 +347,3 @@ def save_policy(run: Any, model: torch.nn.Module, folder: Path) -> None:
     table = config.get("rope_parameters") or {}
     if table.get("rope_type") == "default":
         file.write_text(json.dumps(config | {"rope_theta": table["rope_theta"]}, indent=2) + "\n")
-    elif table:
-        print(f"transformers 4 would read {folder} with other rotary tables; use version 5")

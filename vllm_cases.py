@@ -60,7 +60,7 @@ def check_vllm_version(allow_untested: bool = False) -> str:
     if allow_untested:
         return own
     if not ALLOWED_VLLM.contains(own, prereleases=True):
-        raise ValueError(f"vLLM must be {ALLOWED_VLLM} (its inner interfaces move), got {own};"
+        raise ValueError(f"vLLM must be 0.26 to 0.33 (its inner interfaces change), got {own};"
                          " install one of them or try --allow-untested-vllm")
     torch_version = version("torch")
     for needed in map(Requirement, installed[0].requires or ()):
@@ -120,8 +120,6 @@ def reason(error: Exception) -> str:
         text = f"{error!r} in {frame.filename}, line {frame.lineno}: {frame.line}"
     if isinstance(error, ModuleNotFoundError):
         text = f"vLLM imports {error.name} for it, install it (beside a CPU torch its +cpu build)"
-    if hasattr(error, "errors"):  # pydantic's
-        text = "; ".join(fault["msg"] for fault in error.errors())
     # vLLM counts the slots of the canary, too.
     text = re.sub(r"max_num_seqs to at most (\d+)",
                   lambda most: f"--max-num-seqs to at most {int(most[1]) - CANARY_PROMPTS}", text)
@@ -179,18 +177,18 @@ def latent_attention(config: Any, on_gpu: bool) -> Any:
 def _rotate_natively(model: Any) -> None:
     """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek.
 
-    A layer's queries have one shape, which its first call shows.
+    The hook stays: all queries of a layer have one shape, so a later call changes nothing.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    def look(module: Any, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+    def choose_kernel(module: Any, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
         query = arguments[1] if len(arguments) > 1 else by_name["query"]
         if query.ndim == 3:
             module._forward_method = module.forward_native  # vLLM's name for what it calls
 
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            module.register_forward_pre_hook(look, with_kwargs=True)
+            module.register_forward_pre_hook(choose_kernel, with_kwargs=True)
 
 
 def tied_heads(engine: Any) -> set[str]:

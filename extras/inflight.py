@@ -282,14 +282,15 @@ class InflightEngine(Engine):
         scheduler = self.core.scheduler
         limits = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
         limit = next(name for name in limits if hasattr(scheduler, name))
-        held = {name: vars(scheduler)[name] for name in (limit, "running", "waiting")}
+        held = {name: getattr(scheduler, name) for name in (limit, "running", "waiting")}
         setattr(scheduler, limit, self._free_places(held[limit]))
         rows = self._rows_in_batch()
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
         yield  # an exception inside ends the run
         self.step()  # The runner forgets the finished rows.
         held["running"] = [row for row in held["running"] if not row.is_finished()]
-        vars(scheduler).update(held)
+        for name, value in held.items():
+            setattr(scheduler, name, value)
         for row in rows:
             self.runner.input_batch.add_request(row)
 

@@ -18,13 +18,18 @@ from rl import Batch, Policy
 from verify import parity
 from verify.parity import CANNOT_TELL, HIT, OK, PROCESSED, Line
 
-MOST_ROWS = 64  # of a step; as many tokens as parity.py has
+MOST_ROWS = 64  # responses of a step: a probe's time is bounded
 # Times the noise: how much a token counts at most. At a mask's edge, and where a nearly certain
 # policy rounds, single tokens are far off.
 MOST = 20.0
 MOST_SURPRISAL = 5.0  # 542 clean steps: at most 2.7
 # How the engine may have computed what it reports.
-NOW, STALE = "", "prompt KV computed under earlier weights"
+FRESH, STALE = "fresh", "prompt KV computed under earlier weights"
+REPAIRS = {  # by line: the switch of train.py, or what to run next
+    "semantics": "--parity.processed-logprobs", "cache": "--parity.uncached-runtime",
+    "head": "--parity.fp32-head", "trainer": "--parity.sampling-mask",
+    "numerics": "python -m verify.layers",
+}  # fmt: skip
 
 
 class Options(Extra):
@@ -75,20 +80,28 @@ class StepProbe:
             # With groups in flight short responses end first.
             surprisal = step.metrics.get("surprisal_z", 0.0)
             if abs(surprisal) > MOST_SURPRISAL and "groups_in_flight" not in step.metrics:
-                lines.append(Line("semantics", HIT, "tokens drawn from another distribution than"
-                                  f" the reported one, surprisal_z {surprisal:.1f}", {}))
+                lines.append(Line("sampler", HIT, "tokens drawn from another distribution than the"
+                                  f" reported one, surprisal_z {surprisal:.1f}", {}))
             metrics["probe"] = verdict(lines)
             path = self.run.out / "probe" / f"step_{number:06d}.txt"
             path.parent.mkdir(exist_ok=True)
-            path.write_text("\n".join(map(str, lines)) + "\n")
+            path.write_text("".join(map(text_of, lines)))
             print(f"probe of step {number}: {metrics['probe']}")
         if step.metrics["updates"]:
             self.before, self.weights = self.weights, self.policy.copied_weights()
         return metrics
 
 
+def text_of(line: Line) -> str:
+    """A line of the report, with the switch that repairs its fault."""
+    text = f"{line.name:<10} {line.verdict:<12} {line.text}"
+    if line.verdict != OK and line.name in REPAIRS:
+        text += f"; try {REPAIRS[line.name]}"
+    return f"{text}\n"
+
+
 def verdict(lines: list[Line]) -> str:
-    """The layers that are hit and what was found, in one line."""
+    """The layers that are hit and what was found, in one line; lab/cells.py splits it again."""
     if not lines:
         return "no rollout of the weights before the update alone"
     found = [f"{line.name}: {line.text.partition(',')[0]}" for line in lines if line.verdict == HIT]
@@ -119,42 +132,45 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
         return []
     stated = parity.sampling_of(sampling)
     sampled = partial(parity.Sampled, policy.model, stated, policy.model.dtype, rows, reported)
-    passes, block = {NOW: sampled()}, engine.get("block_size")  # transformers has no blocks
+    passes, block = {FRESH: sampled()}, engine.get("block_size")  # transformers has no blocks
     if before and block and not has_recurrent_layers(policy.model):
         passes[STALE] = sampled(before, block)
     heads = engine["head_dtype"], parity.name_of(policy.head.dtype)
-    noise = passes[NOW].noise[
-        parity.FLOAT32 if heads[0] == parity.FLOAT32 else parity.IN_16_BITS]
-    noise = max(noise, parity.FLOOR / parity.NOISE)
+    head = parity.FLOAT32 if heads[0] == parity.FLOAT32 else parity.IN_16_BITS
+    noise = max(passes[FRESH].noise[head], parity.FLOOR / parity.NOISE)
     errors = {(how, name): parity.size_of(each.reported - each.values[name])  # (N,)
               for how, each in passes.items() for name in parity.hypotheses(stated)}
 
-    def left(how: str) -> float:
-        """The error that remains, in multiples of the noise. Some prompts may be `how`, others not.
-        """
-        error = torch.fmin(errors[how, reports], errors[NOW, reports])
-        return error.clamp(max=MOST * noise).nanmean().item() / noise
+    # Which distribution the engine reports.
+    how, nearest = min(errors, key=lambda each: errors[each].nanmean())
+    by_processed, by_nearest = errors[how, PROCESSED], errors[how, nearest]
+    reports = nearest if parity.beyond_chance(by_processed - by_nearest) else PROCESSED
 
-    how, reports = min(errors, key=lambda each: errors[each].nanmean())
-    by_processed, error = errors[how, PROCESSED], errors[how, reports]
-    if not parity.beyond_chance(by_processed - error):
-        reports = PROCESSED
-    is_nearer = parity.beyond_chance(errors[NOW, reports] - errors[how, reports])
-    if left(how) >= parity.NOISE or not (is_nearer or left(NOW) >= parity.NOISE):
-        how = NOW
-    times = left(how)
+    # Whether some prompts come from a stale cache: it must explain all, and fresh values must not,
+    # or be farther.
+    fresh, stale = errors[FRESH, reports], errors[how, reports]
+    times, times_if_stale = (remaining(each, noise) for each in (fresh, torch.fmin(fresh, stale)))
+    is_farther = times >= parity.NOISE or parity.beyond_chance(fresh - stale)
+    is_stale = is_farther and times_if_stale < parity.NOISE
+    if is_stale:
+        times = times_if_stale
 
     distribution = OK if reports == PROCESSED else HIT
-    if times > parity.WRONG and by_processed.nanmean() < 2 * error.nanmean():
+    if times > parity.WRONG and by_processed.nanmean() < 2 * by_nearest.nanmean():
         distribution = CANNOT_TELL  # far from each
     lines = [Line("semantics", distribution, f"{reports} log-probabilities", {})]
-    if how:
-        lines.append(Line("cache", HIT, how, {}))
-    if {*heads} != {parity.FLOAT32} and passes[NOW].by_head > parity.HEAD:
+    if is_stale:
+        lines.append(Line("cache", HIT, STALE, {}))
+    if {*heads} != {parity.FLOAT32} and passes[FRESH].head_noise_ratio > parity.HEAD:
         lines.append(Line("head", HIT, "{} in the engine and {} in the trainer".format(*heads), {}))
     names = {*parity.hypotheses(stated), *parity.SHIFTS}
-    scores, is_sure, by_trainer = passes[NOW].judged(torch.tensor(scored).double(), names)
+    scores, is_sure, by_trainer = passes[FRESH].judged(torch.tensor(scored).double(), names)
     if is_sure and scores != PROCESSED:
-        lines.append(Line("trainer", HIT, f"scores what is {scores}", by_trainer))
+        lines.append(Line("trainer", HIT, f"its values are {scores}", by_trainer))
     rest = OK if times < parity.NOISE else CANNOT_TELL
     return [*lines, Line("numerics", rest, f"{times:.1f} times the model's own noise", {})]
+
+
+def remaining(error: Tensor, noise: float) -> float:
+    """The mean error (N,) in multiples of the noise. A token counts at most MOST."""
+    return error.clamp(max=MOST * noise).nanmean().item() / noise

@@ -112,7 +112,8 @@ class Options(Extra):
                              f" {self.reject_low} and {self.reject_high} with {self.reject}")
         normalizer = OBJECTIVES[config.objective].normalizer
         of_rows = normalizer == "sequence" and self.rule.whole_rows
-        if self.reject_mean and not config.kl_coef and (normalizer == "constant" or of_rows):
+        changes_no_mean = normalizer == "constant" or of_rows
+        if self.reject_mean and changes_no_mean and not config.kl_coef:
             raise ValueError(f"reject_mean must not be given with {config.objective} and reject"
                              f" {self.reject} (it would change no loss)")
         config.check_correction("reject", config.parity.off())

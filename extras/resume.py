@@ -34,7 +34,7 @@ class Options(Extra):
 
 
 def find_newest(run: Any) -> None:
-    """The run goes on from its newest checkpoint, or begins before its first one.
+    """The run goes on from its newest checkpoint, or begins anew if it has none yet.
 
     Raises: ValueError if the folder holds another run, or one without its checkpoints.
     """

@@ -52,7 +52,7 @@ class Options(Extra):
         if self.eval_trainer_alone:
             run.at_begin.append(add_evaluation)
             run.endings |= ENDINGS
-        if self != Options():
+        if self.engine == "transformers" or self.eval_trainer_alone:
             run.with_model.append(refuse_recurrent)
 
 

@@ -20,7 +20,7 @@ def last_five(values: list[float]) -> float:
 
 
 def causes(verdicts: list[str]) -> str:
-    """What the probe has named at any step. Without that, its last verdict."""
+    """Each cause that the probe named at any step; if it named none, its last verdict."""
     found = [cause for verdict in verdicts for cause in verdict.split("; and ") if ":" in cause]
     return "; ".join(dict.fromkeys(found)) or verdicts[-1]
 

@@ -262,15 +262,15 @@ def run_study(options: Options, command: str) -> tuple[Path, Errors]:
         if not finished:
             sys.exit(f"error: no run has finished; the logs are in {out / 'runs'}")
         record = {"study": options.study, "command": command, "crashed": crashed}
-        record |= record_of(options.study, finished)
+        record |= study_record(options.study, finished)
         replace_file(path, json.dumps(record, indent=1))
         draw(finished, path.with_suffix(".png"))
     return path, crashed
 
 
 # ---------------------------------------------------------------------------------- the record
-def record_of(study: str, runs: list[Run]) -> Record:
-    """Of finished runs: where they come from; options, seeds and metrics by cell."""
+def study_record(study: str, runs: list[Run]) -> Record:
+    """Where finished runs come from, and by cell their options, seeds and metrics."""
     workload, studied = STUDIES[study]
     records, cells = [run.record for run in runs], {}
     for run, record in zip(runs, records, strict=True):

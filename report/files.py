@@ -54,8 +54,10 @@ def record_of(run: Any, trainer: dict[str, Any], engine: Any) -> dict[str, Any]:
 
 
 def refuse_another_run(config: Any, identity: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """`earlier`: the record or a checkpoint of a run. Raises: ValueError if one of these options
-    and this `identity` is another one.
+    """Refuse to continue a run that had other options, files or prompts.
+
+    `earlier`: what its config.json or checkpoint has. `identity`: the same of this call. Raises:
+    ValueError that names what has changed.
     """
     free = config.flat().keys() - config.experiment.keys()
     before = config.defaults() | earlier["config"]  # an option can be younger than the run

@@ -113,7 +113,7 @@ def surprisal_z(logprobs: Tensor, entropy: Tensor, varentropy: Tensor, mask: Ten
     If the tokens were drawn from p, which scores them, each term -log p - entropy has the mean 0
     and the variance `varentropy`, so this is about standard normal. A mismatch of 0 does not prove
     that they were. 10^2, one token of 10 nats, keeps a single rare token of a nearly certain policy
-    from being an alarm.
+    from looking like a fault.
 
     Shapes: (B, T) each -> float. Units: standard deviations.
     """

@@ -26,8 +26,7 @@ class Range:
 class Printable:
     """Texts that a terminal can show, not empty."""
 
-    @staticmethod
-    def check(name: str, value: str) -> None:
+    def check(self, name: str, value: str) -> None:
         """Raises: ValueError that names the option."""
         if not (value and value.isprintable()):
             raise ValueError(f"{name} must be a printable name, got {value!a}")
@@ -37,17 +36,17 @@ Count = Annotated[int, Range(1, MANY)]
 CountOrZero = Annotated[int, Range(0, MANY)]
 Positive = Annotated[float, Range(SMALLEST, LARGEST)]
 NotNegative = Annotated[float, Range(0, LARGEST)]
-Name = Annotated[str, Printable]
+Name = Annotated[str, Printable()]
 
 
 def check_ranges(options: Any) -> None:
-    """Raises: ValueError for an option of a dataclass that its type does not allow. None (not
-    given) passes.
+    """Check the options of a dataclass by the rules in their types; None (not given) passes.
+
+    Raises: ValueError that names the option.
     """
     for option in fields(options):
         value = getattr(options, option.name)
         for kind in (option.type, *get_args(option.type)):
             for rule in getattr(kind, "__metadata__", ()):
-                is_ours = rule is Printable or isinstance(rule, Range)  # tyro has marks of its own
-                if is_ours and value is not None:
-                    rule.check(option.name, value)
+                if value is not None and isinstance(rule, Range | Printable):
+                    rule.check(option.name, value)  # other metadata is tyro's

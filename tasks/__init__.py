@@ -37,7 +37,7 @@ class Problem(NamedTuple):
 # Of a problem and a response: a number, a dictionary of named terms whose sum is the reward, or
 # None, which leaves the response out of the loss and of its group's baseline.
 Reward = Callable[..., float | dict[str, float] | None]
-# Of a problem, texts of responses, and their engine_adapter.Rollout: the rewards.
+# (problem, texts of responses, their engine_adapter.Rollouts) -> a reward for each response.
 Grade = Callable[[Problem, list[str], Sequence[Any]], list[Any]]
 
 
@@ -105,7 +105,7 @@ class Task:
                                  " has other ones")
             for text, rollout, result in zip(texts, members, results, strict=True):
                 if rollout.reward is None:
-                    self._reward(problem, text, rollout, result)
+                    self._set_reward(problem, text, rollout, result)
                 rollout.reward = float(rollout.reward)
                 if math.isinf(rollout.reward):
                     raise ValueError(f"a reward must be finite, got {rollout.reward} on"
@@ -134,7 +134,8 @@ class Task:
 
     def results(self, problem: Problem, texts: list[str], rollouts: Sequence[Any]) -> list[Any]:
         """For each response its reward, or the exception that it has raised."""
-        results, size = [], len(texts) if self.whole_groups else 1
+        size = len(texts) if self.whole_groups else 1  # responses of a call
+        results = []
         for start in range(0, len(texts), size):
             members = slice(start, start + size)
             try:
@@ -146,7 +147,7 @@ class Task:
                 results += [failed] * size
         return results
 
-    def _reward(self, problem: Problem, text: str, rollout: Any, result: Any) -> None:
+    def _set_reward(self, problem: Problem, text: str, rollout: Any, result: Any) -> None:
         if isinstance(result, Exception):
             error = (f"{one_line(result).removeprefix('ValueError: ')} on {problem.source},"
                      f" question {problem.question!r:.200}, response {text!r:.200}")

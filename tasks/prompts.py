@@ -75,11 +75,15 @@ def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> T
 
     `context`, the model's, is in tokens; infinity is no limit. Raises: ValueError.
     """
-    limit = min(context - max_new_tokens, data.max_prompt_tokens or math.inf)
+    room = context - max_new_tokens
+    if room < 1:
+        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
+                         f" {max_new_tokens}")
+    limit = min(room, data.max_prompt_tokens or math.inf)
     overlong = [f"{problem.source} has {len(problem.prompt_ids)}" for problem in task.problems
                 if len(problem.prompt_ids) > limit]
-    what = (f"of {len(task.problems)} prompts are longer than {limit} tokens (--max-prompt-tokens,"
-            f" or the context of {context} less --max-new-tokens)")
+    what = (f"of {len(task.problems)} prompts are longer than {limit} tokens, the smaller of"
+            f" --max-prompt-tokens and the context of {context} less --max-new-tokens")
     refuse_or_drop(overlong, what, data.overlong_prompts == "drop", "--overlong-prompts")
     train, held_out = ([problem for problem in problems if len(problem.prompt_ids) <= limit]
                        for problems in (task.train, task.held_out))

@@ -55,7 +55,7 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --inflight-groups 33 --max-staleness 9 => must be at most 36
 --offload-optimizer => without a GPU
 --tracker tensorboard => such as trackio or wandb (TensorBoard is gone: its SummaryWriter.add_scalar takes
---max-new-tokens 256 => 40 of 40 prompts are longer than 0 tokens (--max-prompt-tokens, or the context of 256 less
+--max-new-tokens 256 => max_new_tokens must be below the model's context of 256
 --task toy --reward {root}/task.py => reward must be given with a data file only
 --task toy --eval-task {root}/task.jsonl --answer-column q => answer_column must be a column of
 --question-column q => question_column must be a column of {root}/task.jsonl, got q; it has question, answer

@@ -26,7 +26,7 @@ from rl import Policy
 RAW = "semantics: raw log-probabilities"
 STALE = "cache: prompt KV computed under earlier weights"
 EXPECTED = {  # by the faults that are planted
-    "no mask": "trainer: scores what is without the mask",
+    "no mask": "trainer: its values are without the mask",
     "head in trainer": "head: float32 in the engine and bfloat16 in the trainer",
     "head on both sides": "head: bfloat16 in the engine and bfloat16 in the trainer",
     "raw+head+prefix": f"{RAW}; and {STALE}; and head: bfloat16 in the engine and float32 in the trainer",

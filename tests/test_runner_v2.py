@@ -63,6 +63,6 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
     monkeypatch.setattr(sampler, "gumbel_sample", lambda *given, **named: usual(*given, **named | again))
     _, row = rows_of_run(good, tmp_path / "wrong", words)
     assert row["mismatch_abs_mean"] < ROUNDING
-    assert row["probe"] == "semantics: tokens drawn from another distribution than the reported one"
+    assert row["probe"] == "sampler: tokens drawn from another distribution than the reported one"
 
 

@@ -28,8 +28,9 @@ def changed_buffers(engine: Engine, first: dict[str, Tensor]) -> set[str]:
     """The names of those that differ from the `first` ones, which were copied before any load."""
     now = buffers(engine)
     names = now.keys() & first.keys()
-    differ = [(now[name] != first[name]).any() for name in names]
-    if differ:  # one transfer for all: each would wait for the GPU
-        differ = torch.stack([each.to(differ[0].device) for each in differ]).tolist()
-    # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
-    return (now.keys() ^ first.keys()) | {*compress(names, differ)}
+    flags = [(now[name] != first[name]).any() for name in names]
+    changed = now.keys() ^ first.keys()  # a view of a weight that a load replaced by a copy, say
+    if flags:  # in one transfer: each one would wait for the GPU
+        together = torch.stack([flag.to(flags[0].device) for flag in flags])
+        changed |= {*compress(names, together.tolist())}
+    return changed

@@ -85,10 +85,10 @@ def compared(
     engine: Engine, policy: Policy, of_length: int, prompt_seed: int = 0,
     max_new_tokens: int = CANARY_NEW_TOKENS,
 ) -> Compared:
-    """Both sides' values of a few tokens of decode, at temperature 1, where raw and processed ones
-    agree.
+    """Sample a few tokens, and compute their log-probabilities on both sides.
 
-    After one prompt of the length, or, if it is 0, after the canary's own prompts.
+    At temperature 1, where raw and processed values agree. The prompt has `of_length` tokens; 0:
+    the canary's own prompts.
     """
     shape = (1, of_length) if of_length else (CANARY_PROMPTS, length(engine))
     generator = torch.Generator().manual_seed(prompt_seed)
@@ -126,7 +126,7 @@ class Canary:
         if any(setting.moves_canary and setting.flag in engine.parity.off()
                for setting in SETTINGS):
             self.nats = inf
-        self.is_measured = not self.nats
+        self.measures_limit = not self.nats
         self.loads = 0  # that have passed
         self.limit = NATS  # the largest of all its limits: of a step's rows
 
@@ -142,22 +142,25 @@ class Canary:
         self.loads += 1
 
     def _compare(self, policy: Policy, of_length: int = 0) -> float:
-        """Returns the limit. In 16 bits the first load measures it, and a load that exceeds it
-        measures another one, because rounding grows with the logits.
+        """Compare both sides, and return the limit in nats.
+
+        In 16 bits the first load measures the limit, and a later load that exceeds it measures a
+        new one, because rounding grows with the logits.
         """
         engine, limit, first = self.engine, self.nats, not self.loads
         # Rounding can send a token of a mixture to another expert, and one such token can differ by
-        # several nats. In 16 bits there are a few, which the median bears; in fp32 other prompts
-        # rarely have such a tie.
+        # several nats. In 16 bits a few tokens do, so the median is taken; in fp32 it is rare, so
+        # other prompts are tried.
         is_mixture = bool(expert_layers(engine))
         average = Tensor.median if is_mixture and engine.dtype != torch.float32 else Tensor.mean
-        attempts = 1 if self.is_measured else 1 + is_mixture  # `_measure` has other prompts
+        # `_measure` has other prompts.
+        attempts = 2 if is_mixture and not self.measures_limit else 1
         for prompt_seed in range(attempts):
             both = compared(engine, policy, of_length, prompt_seed)
             difference = average((both.trainer - both.engine).abs()).item()
             if difference <= limit:
                 break
-        if self.is_measured and not difference <= limit:
+        if self.measures_limit and not difference <= limit:
             difference, limit = self._measure(policy, both, of_length, average)
             limit = max(NATS, limit)
         ties = UNMEASURED * is_mixture  # in fp32 too: they widen a step's mean
@@ -182,9 +185,9 @@ class Canary:
     ) -> tuple[float, float]:
         """The average |trainer - engine| and its limit, in nats.
 
-        Both are of further tokens too, after other prompts: at the first load, and at each load
-        whose difference exceeds the limit, because figures of few tokens vary. If the engine's head
-        has 16 bits, its rounding is noise too.
+        More tokens are sampled after other prompts: at the first load, and at a later load that
+        exceeds the limit, because figures of few tokens vary. If the engine's head has 16 bits, its
+        rounding is noise too.
         """
         engine, first = self.engine, not self.loads
         times = TIMES_LATER
@@ -201,8 +204,10 @@ class Canary:
                 return difference, UNMEASURED
             noises.append((both.trainer - precise).abs().flatten())
             limit = times * average(torch.cat(noises)).item()
-            enough = first * TOKENS if difference <= limit else MOST_TOKENS
-            if sum(map(len, noises)) >= enough:
+            needed = MOST_TOKENS
+            if difference <= limit:
+                needed = TOKENS if first else 0
+            if sum(map(len, noises)) >= needed:
                 return difference, limit
             both = compared(engine, policy, of_length, len(noises), RESPONSE)
 

@@ -40,7 +40,8 @@ HALVES = {  # by module of a layer
 ROUNDING = {torch.float32: (64.0, 4.0), torch.bfloat16: (2.0, 0.21), torch.float16: (2.0, 0.21)}
 FLOORS = 1.3  # largest mean of BLOCK neighbouring positions that is no fault
 BLOCK = 32
-NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 48, 64  # of random ones; one request after another
+# Random prompts, sent one after another, and the lengths of prompt and response.
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 48, 64
 MOST = 10.0  # floors that a token counts at most: rounding sends a few tokens to another expert
 # By place, such as "layer 0, input of MLP" or "final norm": (F, T, H). If a layer of vLLM returns
 # two tensors, the residual stream is the first or their sum, and F is 2.
@@ -180,7 +181,7 @@ class Options:
     """Tell which layer of the model differs in the installed vLLM, and which half of it."""
 
     model: str  # Folder or hub name of a Hugging Face causal language model.
-    # Of the model, in the engine too.
+    # Dtype of the weights, on both sides.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
@@ -205,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = compare_layers(policy, engine, prompts, NEW_TOKENS)
         engine.close()
         print(report(rows, f"vLLM {engine.vllm_version}, {options.dtype}"))
-        sys.exit(any(row["beyond"] for row in rows))
+        sys.exit(int(any(row["beyond"] for row in rows)))
 
 
 if __name__ == "__main__":

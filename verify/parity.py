@@ -170,9 +170,10 @@ def twice_as_precise(model: Any) -> Iterator[None]:
 
 def logits_of(model: Any, ids: Tensor, weights: dict[str, Tensor], head: str,
               old: dict[str, Tensor] | None = None, cached: int = 0) -> Tensor:
-    """(L,) -> (L, V), by other weights; a FLOAT32 head with what follows it.
+    """Logits with these weights in place of the model's: (L,) -> (L, V).
 
-    Keys and values of the first `cached` tokens are those of `old` weights; their logits are 0.
+    `head` FLOAT32: the head and what follows it compute in float32. The first `cached` tokens have
+    keys and values of the `old` weights, as in a stale cache; the logits of these tokens are 0.
     """
     call = partial(torch.func.functional_call, model)
     inputs = {"input_ids": ids[None, cached:], "use_cache": cached > 0}
@@ -203,7 +204,7 @@ def beyond_chance(values: Tensor) -> bool:
     out.
     """
     known = values[values.isfinite()]
-    if len(known) < SIGMAS:
+    if len(known) < 4:  # too few tokens for a standard deviation
         return False
     by_size, by_sign = known.mean() / known.std(), known.sign().mean()
     return bool(max(by_size, by_sign) * len(known) ** 0.5 > SIGMAS)
@@ -214,8 +215,8 @@ class Sampled:
 
     `values`: (N,) by hypothesis, in twice the model's precision, from weights that are rounded to
     the engine's `dtype`; `by_rounding`: how far those of the weights as they are differ. `noise`:
-    by head, how far the values in that dtype differ. With `old` weights keys and values of each
-    prompt's full blocks, of `block` tokens, are theirs.
+    by head, how far the values in that dtype differ. With `old` weights, the full blocks of each
+    prompt (of `block` tokens) have keys and values computed by them, as in a stale cache.
     """
 
     def __init__(self, model: Any, sampling: dict[str, float], dtype: torch.dtype,
@@ -258,7 +259,7 @@ class Sampled:
         return best, all(map(beyond_chance, excess)), errors
 
     @property
-    def by_head(self) -> float:
+    def head_noise_ratio(self) -> float:
         """The noise with a head in 16 bits, in multiples of that with a float32 head."""
         return self.noise[IN_16_BITS] / max(self.noise[FLOAT32], FLOOR)
 
@@ -385,7 +386,7 @@ class Audit:
 
     def head(self) -> Found:
         """Whether the engine's last product adds to the rounding of the layers before it."""
-        kind, times = proof.in_worker(self.llm, head_dtype), self.first.by_head
+        kind, times = proof.in_worker(self.llm, head_dtype), self.first.head_noise_ratio
         if kind == FLOAT32:
             self.engine_head = kind
             return OK, kind, {}

@@ -13,13 +13,12 @@ from torch.nn import Conv1d, Embedding, Linear, Module
 
 
 def only_linear_layers(
-    model: Module, rule: str, reason: str
+    model: Module, rule: str, what_they_get: str
 ) -> tuple[dict[str, Linear], str]:
-    """The linear layers of the body by the names of their weights, and a sentence for the audit.
+    """The linear layers of the body, by the names of their weights, and their count for the audit.
 
-    `rule` is that of an option, for a body that has other matrices. Embeddings may be there, and
-    the short convolutions before a recurrent state: they stay as they are. Raises: ValueError if
-    the body has others, such as experts.
+    Embeddings, and the short convolutions before a recurrent state, stay as they are. Raises:
+    ValueError if the body has other matrices, such as experts; it begins with the option's `rule`.
     """
     head = model.get_output_embeddings()
     layers = {f"{name}.weight": module for name, module in model.named_modules()
@@ -30,8 +29,8 @@ def only_linear_layers(
     others = sorted(kind.__name__ for kind in kinds if not issubclass(kind, (Conv1d, Embedding)))
     if others or not layers:
         raise ValueError(f"{rule} for models with matrices of other classes than Linear, such as"
-                         f" experts (only linear layers {reason}), got {type(model).__name__} with"
-                         f" {', '.join(others)}")
+                         f" experts (only linear layers {what_they_get}), got"
+                         f" {type(model).__name__} with {', '.join(others)}")
     which = f"{len(layers)} linear layers"
     if left:
         which += f" (not {', '.join(left)})"

@@ -80,6 +80,9 @@ CLASSES = DESCRIBED["classes"]
 
 # ------------------------------------------------------------------------------------------------ other seeds
 SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to the seeds of models, runs, and what a test draws without one
+# In this process vLLM takes the kernels of a CPU without BF16 instructions (avx512), or without AVX-512 too (avx2).
+for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(os.environ.get("VLLM_KERNELS"), []):
+    setattr(torch.cpu, f"_is_avx512_{each}supported", lambda: False)
 
 
 # ------------------------------------------------------------------------------------------------ one live engine

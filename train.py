@@ -35,7 +35,7 @@ from report import files
 from report import metrics as of_step
 from report.clock import Clock
 from report.curves import draw_at_evaluation
-from report.errors import end_of_process, exit_with_message, locked, noted, stage, stop_on_signals
+from report.errors import end_of_process, exit_with_message, locked, stage, stop_on_signals
 from report.log import answer_line, call_reports, log, settings_lines
 from report.metrics import further
 from report.ranges import MANY, Count, Name, NotNegative, Positive, Range, check_ranges
@@ -328,8 +328,11 @@ def train(sides: Sides) -> None:
     if first_step == 1:
         finish_step(sides, {"step": 0} | evaluate(sides, 0))
     for step in range(first_step, config.steps + 1):
-        with noted(f"(in step {step})"):
+        try:
             done = train_step(sides, step)
+        except Exception as error:
+            error.add_note(f"(in step {step})")
+            raise
         row = {**done.metrics}
         for measure in run.step_metrics:
             row |= further(row, measure(done))

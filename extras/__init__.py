@@ -21,7 +21,7 @@ import tyro
 from report.ranges import check_ranges
 
 Flat = tyro.conf.OmitArgPrefixes  # --lora-rank, not --extra.lora.lora-rank
-HOOKS = {"check", "install", "__post_init__"}
+HOOKS = {"check", "install"}
 KINDS: list[type] = []
 
 
@@ -36,7 +36,7 @@ class Extra:
     def __init_subclass__(cls) -> None:
         for name, member in vars(cls).items():
             is_method = name not in HOOKS and isfunction(getattr(member, "__func__", member))
-            if is_method and (name[0] != "_" or get_close_matches(name, HOOKS)):
+            if is_method and (name[0] != "_" or get_close_matches(name, [*HOOKS, "__post_init__"])):
                 raise SystemExit(f"error: {name} of {cls.__module__} is no hook, so nothing would"
                                  f" call it; hooks are {', '.join(sorted(HOOKS))}")
         kind = dataclass(frozen=True)(cls)

@@ -22,14 +22,10 @@ MOST_ROWS = 64  # responses of a step: a probe's time is bounded
 # Times the noise: how much a token counts at most. At a mask's edge, and where a nearly certain
 # policy rounds, single tokens are far off.
 MOST = 20.0
+FEWEST = 4  # tokens of a response that can be wrong as a whole: half of them are far off
 MOST_SURPRISAL = 5.0  # 542 clean steps: at most 2.7
 # How the engine may have computed what it reports.
 FRESH, STALE = "fresh", "prompt KV computed under earlier weights"
-REPAIRS = {  # by line: the switch of train.py, or what to run next
-    "semantics": "--parity.processed-logprobs", "cache": "--parity.uncached-runtime",
-    "head": "--parity.fp32-head", "trainer": "--parity.sampling-mask",
-    "numerics": "python -m verify.layers",
-}  # fmt: skip
 
 
 class Options(Extra):
@@ -85,19 +81,12 @@ class StepProbe:
             metrics["probe"] = verdict(lines)
             path = self.run.out / "probe" / f"step_{number:06d}.txt"
             path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(map(text_of, lines)))
+            path.write_text("".join(f"{line.name:<10} {line.verdict:<12} {line.text}\n"
+                                    for line in lines))
             print(f"probe of step {number}: {metrics['probe']}")
         if step.metrics["updates"]:
             self.before, self.weights = self.weights, self.policy.copied_weights()
         return metrics
-
-
-def text_of(line: Line) -> str:
-    """A line of the report, with the switch that repairs its fault."""
-    text = f"{line.name:<10} {line.verdict:<12} {line.text}"
-    if line.verdict != OK and line.name in REPAIRS:
-        text += f"; try {REPAIRS[line.name]}"
-    return f"{text}\n"
 
 
 def verdict(lines: list[Line]) -> str:
@@ -125,19 +114,21 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
         # Up to the first word of an environment, which the engine did not sample.
         end = [*rollout.trained, False].index(False) if rollout.trained else len(rollout.token_ids)
         start = len(rollout.prompt_ids) - 1
-        rows.append((rollout.prompt_ids, rollout.token_ids[:end]))
-        reported += rollout.logprobs[:end]
-        scored += batch.old_logprobs[row, start : start + end].tolist()
+        if end:
+            rows.append((rollout.prompt_ids, rollout.token_ids[:end]))
+            reported += rollout.logprobs[:end]
+            scored += batch.old_logprobs[row, start : start + end].tolist()
     if not rows:
         return []
     stated = parity.sampling_of(sampling)
     sampled = partial(parity.Sampled, policy.model, stated, policy.model.dtype, rows, reported)
-    passes, block = {FRESH: sampled()}, engine.get("block_size")  # transformers has no blocks
+    now, block = sampled(), engine.get("block_size")  # transformers has no blocks
+    passes = {FRESH: now}
     if before and block and not has_recurrent_layers(policy.model):
         passes[STALE] = sampled(before, block)
     heads = engine["head_dtype"], parity.name_of(policy.head.dtype)
-    head = parity.FLOAT32 if heads[0] == parity.FLOAT32 else parity.IN_16_BITS
-    noise = max(passes[FRESH].noise[head], parity.FLOOR / parity.NOISE)
+    of_engine, of_trainer = (  # the noise
+        now.noise.get(head, now.noise[parity.IN_16_BITS]) for head in heads)
     errors = {(how, name): parity.size_of(each.reported - each.values[name])  # (N,)
               for how, each in passes.items() for name in parity.hypotheses(stated)}
 
@@ -146,14 +137,17 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
     by_processed, by_nearest = errors[how, PROCESSED], errors[how, nearest]
     reports = nearest if parity.beyond_chance(by_processed - by_nearest) else PROCESSED
 
-    # Whether some prompts come from a stale cache: it must explain all, and fresh values must not,
-    # or be farther.
+    # Whether some prompts come from a stale cache: it must explain all, and fresh values must not.
     fresh, stale = errors[FRESH, reports], errors[how, reports]
-    times, times_if_stale = (remaining(each, noise) for each in (fresh, torch.fmin(fresh, stale)))
-    is_farther = times >= parity.NOISE or parity.beyond_chance(fresh - stale)
-    is_stale = is_farther and times_if_stale < parity.NOISE
+    left, left_if_stale = (multiples(each, now.values[reports], of_engine)
+                           for each in (fresh, torch.fmin(fresh, stale)))
+    is_stale = left_if_stale.nanmean() < parity.NOISE <= left.nanmean()
     if is_stale:
-        times = times_if_stale
+        left = left_if_stale
+    times = left.nanmean().item()
+    by_response = left.split([len(response) for _, response in rows])
+    wrong = [row for row, each in enumerate(by_response)
+             if len(each) >= FEWEST and each.nanmean() >= MOST / 2]
 
     distribution = OK if reports == PROCESSED else HIT
     if times > parity.WRONG and by_processed.nanmean() < 2 * by_nearest.nanmean():
@@ -161,16 +155,26 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
     lines = [Line("semantics", distribution, f"{reports} log-probabilities", {})]
     if is_stale:
         lines.append(Line("cache", HIT, STALE, {}))
-    if {*heads} != {parity.FLOAT32} and passes[FRESH].head_noise_ratio > parity.HEAD:
+    if {*heads} != {parity.FLOAT32} and now.head_noise_ratio > parity.HEAD:
         lines.append(Line("head", HIT, "{} in the engine and {} in the trainer".format(*heads), {}))
-    names = {*parity.hypotheses(stated), *parity.SHIFTS}
-    scores, is_sure, by_trainer = passes[FRESH].judged(torch.tensor(scored).double(), names)
+    of_scores = torch.tensor(scored).double()
+    scores, is_sure, by_trainer = now.judged(of_scores, parity.hypotheses(stated))
+    error = parity.size_of(of_scores - now.values[PROCESSED])
+    apart = multiples(error, now.values[PROCESSED], of_trainer)
     if is_sure and scores != PROCESSED:
         lines.append(Line("trainer", HIT, f"its values are {scores}", by_trainer))
-    rest = OK if times < parity.NOISE else CANNOT_TELL
-    return [*lines, Line("numerics", rest, f"{times:.1f} times the model's own noise", {})]
+    elif apart.nanmean() >= parity.NOISE:
+        lines.append(Line("trainer", CANNOT_TELL, "other values than the model's", by_trainer))
+    rest = CANNOT_TELL if wrong or times >= parity.NOISE else OK
+    return [*lines, Line("numerics", rest, f"{times:.1f} times the model's own noise; far off are"
+                         f" the probed responses {wrong}", {})]
 
 
-def remaining(error: Tensor, noise: float) -> float:
-    """The mean error (N,) in multiples of the noise. A token counts at most MOST."""
-    return error.clamp(max=MOST * noise).nanmean().item() / noise
+def multiples(error: Tensor, logprobs: Tensor, noise: float) -> Tensor:
+    """The error in multiples of each token's noise, which is in proportion to 1 - p: (N,).
+
+    `noise`: the mean over the tokens. A token counts at most MOST.
+    """
+    others = parity.FLOOR - logprobs.expm1()
+    of_token = noise * others / others.mean() + parity.FLOOR / parity.NOISE
+    return (error / of_token).clamp(max=MOST)

@@ -20,9 +20,8 @@ from extras.shared.kv_cache import left_padded, states_after
 from extras.shared.masks import collect_kept_sets
 from report import metrics
 from rl import Policy, at_targets
-from verify.canary import Canary
+from verify.canary import UNMEASURED, Canary
 from verify.head import check_head
-from verify.own_noise import UNMEASURED
 from verify.settings import of_trainer
 
 

@@ -28,16 +28,6 @@ def stage(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
 
 
-@contextmanager
-def noted(note: str) -> Iterator[None]:
-    """Adds a note to an exception: where it was raised."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
-
-
 def show(stream: Any, text: str) -> None:
     """Write to a standard stream. Nobody reads it after its terminal or the pipe's reader has gone:
     it then goes nowhere, and no run ends.

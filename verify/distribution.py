@@ -12,9 +12,8 @@ from torch import Tensor
 from engine_adapter import Engine, Sampling
 from rl import Policy, make_batch
 from tasks import Problem
-from verify.canary import NATS
+from verify.canary import NATS, UNMEASURED, attempted
 from verify.head import checked_logits
-from verify.own_noise import UNMEASURED, attempted
 from verify.parity import SIXTEEN, drawn_from, sampling_of, twice_as_precise
 from verify.settings import AuditError
 from vllm_cases import CANARY_NEW_TOKENS, CANARY_PROMPTS

@@ -1,4 +1,4 @@
-# make train: the default job. make test: linter and tests, seven minutes on two cores. make check: linter and the tests
+# make train: the default job. make test: linter and tests, six minutes on two cores. make check: linter and the tests
 # that start no engine, one minute. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
 # Another environment. Nothing is installed into one that is there.

@@ -171,8 +171,8 @@ def read_rows(name: str) -> tuple[Rows, Rows]:
     Without a split train all are held out, for --eval-task. The library `datasets` finds the files
     of a folder and their splits. It does not read JSON: it would guess a date's type, for example.
     """
-    if not os.path.isdir(name) and (
-            os.path.isfile(name) or re.search(r"\.(jsonl?|parquet)$", name)):
+    if os.path.isfile(name) or (
+            not os.path.exists(name) and re.search(r"\.(jsonl?|parquet)$", name)):
         return read_file(name), []
     from huggingface_hub import snapshot_download
 

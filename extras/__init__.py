@@ -26,8 +26,8 @@ KINDS: list[type] = []
 
 
 class Extra:
-    """A frozen dataclass of options. The comment of a field is its help text, and its type may have
-    the range of its values (report/ranges.py).
+    """A frozen dataclass of options. The comment of a field is its help text; its type can have the
+    range of its values (report/ranges.py). Further rules go into `check`.
     """
 
     may_change = ()  # names of its options that a resumed run may change

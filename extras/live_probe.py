@@ -127,7 +127,7 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
     if before and block and not has_recurrent_layers(policy.model):
         passes[STALE] = sampled(before, block)
     heads = engine["head_dtype"], parity.name_of(policy.head.dtype)
-    of_engine, of_trainer = (  # the noise
+    engine_noise, trainer_noise = (
         now.noise.get(head, now.noise[parity.IN_16_BITS]) for head in heads)
     errors = {(how, name): parity.size_of(each.reported - each.values[name])  # (N,)
               for how, each in passes.items() for name in parity.hypotheses(stated)}
@@ -139,13 +139,13 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
 
     # Whether some prompts come from a stale cache: it must explain all, and fresh values must not.
     fresh, stale = errors[FRESH, reports], errors[how, reports]
-    left, left_if_stale = (multiples(each, now.values[reports], of_engine)
+    remaining, if_stale = (multiples(each, now.values[reports], engine_noise)
                            for each in (fresh, torch.fmin(fresh, stale)))
-    is_stale = left_if_stale.nanmean() < parity.NOISE <= left.nanmean()
+    is_stale = if_stale.nanmean() < parity.NOISE <= remaining.nanmean()
     if is_stale:
-        left = left_if_stale
-    times = left.nanmean().item()
-    by_response = left.split([len(response) for _, response in rows])
+        remaining = if_stale
+    times = remaining.nanmean().item()
+    by_response = remaining.split([len(response) for _, response in rows])
     wrong = [row for row, each in enumerate(by_response)
              if len(each) >= FEWEST and each.nanmean() >= MOST / 2]
 
@@ -157,10 +157,12 @@ def explain(policy: Policy, batch: Batch, sampling: Sampling, engine: dict[str, 
         lines.append(Line("cache", HIT, STALE, {}))
     if {*heads} != {parity.FLOAT32} and now.head_noise_ratio > parity.HEAD:
         lines.append(Line("head", HIT, "{} in the engine and {} in the trainer".format(*heads), {}))
-    of_scores = torch.tensor(scored).double()
-    scores, is_sure, by_trainer = now.judged(of_scores, parity.hypotheses(stated))
-    error = parity.size_of(of_scores - now.values[PROCESSED])
-    apart = multiples(error, now.values[PROCESSED], of_trainer)
+
+    # Which distribution the trainer scores.
+    of_trainer = torch.tensor(scored).double()
+    scores, is_sure, by_trainer = now.judged(of_trainer, parity.hypotheses(stated))
+    error = parity.size_of(of_trainer - now.values[PROCESSED])
+    apart = multiples(error, now.values[PROCESSED], trainer_noise)
     if is_sure and scores != PROCESSED:
         lines.append(Line("trainer", HIT, f"its values are {scores}", by_trainer))
     elif apart.nanmean() >= parity.NOISE:

@@ -68,7 +68,7 @@ class TaskFile:
         return self._ask(what, *call)
 
     def _start(self, what: str) -> Any:
-        """What `Functions.load` returns."""
+        """Start the process and import the file in it. Returns what `Functions.load` returns."""
         self.socket, theirs = socketpair()
         self.stream = self.socket.makefile("rwb")
         with theirs:

@@ -110,7 +110,7 @@ class Adapters(EngineWeights):
         return replaced(weights, self.layers.values(), merged)
 
     def tensors(self) -> dict[str, Tensor]:
-        """A and B of each layer by the names in a folder of PEFT, which has one adapter."""
+        """A and B of each layer by their names in a folder of PEFT, without the adapter's name."""
         return {f"base_model.model.{name.replace('.default', '')}": each.data
                 for name, each in self.whole.named_parameters() if ".lora_" in name}
 
